@@ -1,0 +1,359 @@
+"""Agon: competitive cross-model RL on one machine. Two policies draft, read each other, and are paid to out-solve.
+
+    python agon.py                          train the embedded tiny pair (minutes, no GPU, no download)
+    python agon.py --method coop            the same without the conversion bonus: watch it copy
+    python agon.py --method grpo            plain GRPO with the same number of rollouts
+
+How this departs from GRPO (Shao et al. 2024), all of it:
+  1. Two policies, A and B: two LoRA adapters on one frozen base, one optimizer each. Roles alternate every step.
+  2. Two streams a step. The drafter's rows answer the plain prompt; the challenger's rows answer (problem, summary of
+     ONE draft, its final answer withheld). Each stream is scored by the policy and on the prompt that sampled it.
+  3. A challenge group is N completions of N DIFFERENT prompts: same problem, N summaries. Groups go by explicit id.
+  4. The challenger's reward adds the conversion bonus c(b) (1 - c(a)): right where the rival was wrong pays 3, not 2.
+  5. No reference model and no KL term. (beta = 0 is also TRL's default.)
+  6. The loss is a mean over all kept tokens of a stream, not a mean over rows of row means ("dapo" in TRL).
+  7. Groups whose rewards are all equal are dropped, and their tokens leave the denominator too.
+  8. Advantages divide by (std + 1e-4), std with Bessel's correction; --no-scale-std leaves the division out.
+With one update per batch (--inner-epochs 1) the ratio is exactly 1 and the clip never acts; the loss then prints as
+about 0 because advantages are centred. Its gradient is not 0: watch the rewards and the gradient norms.
+
+Shape alphabet: B rows, T tokens, P prompt, C completion, V vocabulary, N group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from cascade import Stage, cascade, draft_stage, evaluate, exchange_rates, exchange_records, format_table, rate
+from model import Pair, load_pair, token_logprobs
+from reward import Problem, challenge_reward, draft_reward, load_problems
+from rollout import Rollouts
+
+
+def knob(default, text: str):
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class Config:
+    """Every setting of a run; each is also a flag. Defaults are those of the embedded tiny pair."""
+
+    method: str = knob("agon", "agon | coop (no bonus) | grpo (one policy, 2N drafts per problem)")
+    base: str = knob("tiny", "base model: 'tiny' (embedded), a local folder or a hub id")
+    task: str = knob("congruence", "data set to train and evaluate on")
+    seed: int = knob(0, "seed of adapters, problem order and sampling")
+    steps: int = knob(170, "optimizer steps")
+    problems_per_step: int = knob(16, "problems in one step; each costs 2N rollouts")
+    group_size: int = knob(8, "N: drafts per problem, and challenges per problem")
+    max_tokens: int = knob(36, "completion cap in tokens")
+    temperature: float = knob(1.0, "sampling temperature in training, mirrored in the loss")
+    top_p: float = knob(1.0, "nucleus sampling in training; below 1 it is NOT mirrored in the loss")
+    eval_temperature: float = knob(0.6, "sampling temperature in evaluation")
+    eval_top_p: float = knob(1.0, "nucleus sampling in evaluation")
+    format_weight: float = knob(0.5, "lambda: weight of the format score phi in both rewards")
+    scale_std: bool = knob(True, "divide advantages by the group's standard deviation")
+    lr: float = knob(1e-3, "peak learning rate of both adapters (about 10x what full fine-tuning takes)")
+    warmup: float = knob(0.05, "fraction of the steps in which the learning rate climbs")
+    decay_from: float = knob(0.5, "fraction of the steps after which it falls linearly")
+    lr_end: float = knob(0.1, "fraction of the peak that it falls to")
+    clip: float = knob(0.2, "epsilon of the clipped ratio (acts only with inner-epochs > 1)")
+    inner_epochs: int = knob(1, "updates per batch of rollouts")
+    grad_clip: float = knob(1.0, "largest gradient norm of one adapter")
+    micro_tokens: int = knob(16384, "padded tokens per forward in the update; changes memory, not the gradient")
+    rollout_rows: int = knob(256, "rows that decode at once; changes memory, not the samples")
+    lora_rank: int = knob(16, "rank of both adapters")
+    lora_alpha: int = knob(32, "LoRA alpha of both adapters")
+    b_init_std: float = knob(0.01, "std of B's initial lora_B; A's is 0")
+    four_bit: bool = knob(False, "load the base in 4-bit NF4 (bitsandbytes)")
+    out: str = knob("", "run folder (default: runs/<time>-<method>)")
+
+    def check(self) -> None:
+        """Raise ValueError with one line (what, why, the mend) before anything is loaded."""
+        if self.method not in ("agon", "coop", "grpo"):
+            raise ValueError(f"--method {self.method}: choose agon, coop or grpo")
+        if self.group_size < 2:
+            raise ValueError(f"--group-size {self.group_size}: a group needs at least 2 rows to compare")
+        for name in ("steps", "problems_per_step", "max_tokens", "inner_epochs", "micro_tokens", "rollout_rows",
+                     "lora_rank", "lora_alpha"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
+        for name in ("lr", "temperature", "grad_clip", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0")
+        for name in ("eval_temperature", "format_weight", "b_init_std", "seed"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0 or more")
+        for name in ("warmup", "decay_from", "lr_end"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must lie in 0..1")
+        for name in ("top_p", "eval_top_p"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must lie above 0, up to 1")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The algorithm
+
+
+def group_advantages(
+    rewards: Sequence[float], groups: Sequence[int], scale_std: bool = True, tol: float = 1e-6, eps: float = 1e-4
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A_i = (R_i - mean) / (std + 1e-4) within each group (METHOD step 4) -> advantages (B,) float64, kept (B,) bool.
+
+    Rows are grouped by id, in any order. A group with max - min < tol carries no signal: kept = False, A = 0. (Not
+    std == 0: eight equal fp32 rewards of 0.1 have a std of 8e-9, and dividing by it turns rounding into advantage.)
+    Raises ValueError for a count mismatch, a non-finite reward, or a group of one.
+    """
+    if len(rewards) != len(groups):
+        raise ValueError(f"{len(rewards)} rewards for {len(groups)} rows")
+    r, g = torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups)  # (B,), (B,)
+    if not torch.isfinite(r).all():
+        raise ValueError(f"reward of row {int((~torch.isfinite(r)).nonzero()[0])} is not finite")
+    advantages, kept = torch.zeros_like(r), torch.zeros(len(r), dtype=torch.bool)  # (B,), (B,)
+    for group in g.unique():
+        rows = (g == group).nonzero()[:, 0]  # (N,)
+        if len(rows) < 2:
+            raise ValueError(f"group {int(group)} has one row; nothing to compare it with")
+        x = r[rows]  # (N,)
+        if x.max() - x.min() >= tol:
+            centred = x - x.mean()
+            advantages[rows] = centred / (x.std() + eps) if scale_std else centred
+            kept[rows] = True
+    return advantages, kept
+
+
+def grpo_loss(
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    total_tokens: int,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+) -> torch.Tensor:
+    """The clipped token-level surrogate, averaged over `total_tokens`. Scalar.
+
+    logp, old_logp, mask (B, C); advantages (B,), one per row for all its tokens. `total_tokens` counts the kept
+    tokens of the WHOLE stream, not of this micro-batch: then micro-batch losses add up to the same loss and gradient
+    however the stream is split. A row's min() takes the pessimistic side, also for negative advantages.
+    """
+    ratio = (logp - old_logp).exp()  # (B, C)
+    clipped = ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))  # (B, C)
+    a = advantages[:, None]  # (B, 1)
+    surrogate = torch.minimum(ratio * a, clipped * a)  # (B, C)
+    return -(surrogate * mask).sum() / total_tokens
+
+
+def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
+    """Row indices, sorted by length, cut so that rows x longest stays within `budget` (one row may exceed it alone)."""
+    batch: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if batch and (len(batch) + 1) * lengths[row] > budget:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def update_policy(
+    pair: Pair, adapter: str, optimizer: torch.optim.Optimizer, rollouts: Rollouts, advantages, kept, config: Config
+) -> dict:
+    """One GRPO update of one adapter on its own stream (METHOD step 5). advantages, kept (B,). Returns metrics."""
+    rows = kept.nonzero()[:, 0].tolist()  # dropped rows cost no compute and do not dilute the mean
+    if not rows:
+        return {"grad_norm": 0.0, "tokens": 0, "logp_gap": 0.0}
+    model = pair.activate(adapter, train=True)
+    prompts, completions = [rollouts.prompts[r] for r in rows], [rollouts.completions[r] for r in rows]
+    advantages = advantages[rows].float().to(model.device)  # (B,)
+    total_tokens = sum(map(len, completions))  # computed once, before the split; includes each end-of-turn token
+    batches = list(micro_batches([len(p) + len(c) for p, c in zip(prompts, completions)], config.micro_tokens))
+
+    def score(batch: list[int]) -> torch.Tensor:  # (b, C)
+        return token_logprobs(model, [prompts[i] for i in batch], [completions[i] for i in batch], config.temperature)
+
+    # With one update the policy that sampled is the policy that learns: old = logp.detach(), the ratio is exactly 1.
+    # With more, old log-probs come from this same forward, not from the sampler, whose kernels round differently.
+    old: list[torch.Tensor] = []
+    if config.inner_epochs > 1:
+        with torch.no_grad():
+            old = [score(batch) for batch in batches]
+    gap = 0.0
+    for epoch in range(config.inner_epochs):
+        for k, batch in enumerate(batches):
+            logp = score(batch)  # (b, C)
+            lengths = torch.tensor([len(completions[i]) for i in batch])  # (b,)
+            mask = (torch.arange(logp.shape[1]) < lengths[:, None]).to(logp.device)  # (b, C) from lengths alone
+            old_logp = old[k] if old else logp.detach()
+            grpo_loss(logp, old_logp, advantages[batch], mask, total_tokens, config.clip).backward()
+            if epoch == 0:  # how far sampler and trainer disagree on the same tokens: a bug shows here first
+                sampled = torch.tensor([lp for i in batch for lp in rollouts.logprobs[rows[i]]])  # (sum of C,)
+                gap = max(gap, (logp.detach()[mask].cpu() - sampled).abs().max().item())
+        norm = torch.nn.utils.clip_grad_norm_(pair.parameters[adapter].values(), config.grad_clip).item()
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"gradient of adapter {adapter} is not finite; lower --lr")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return {"grad_norm": norm, "tokens": total_tokens, "logp_gap": gap}
+
+
+def agon_step(
+    pair: Pair, optimizers: dict[str, torch.optim.Optimizer], problems: Sequence[Problem], step: int, config: Config
+) -> tuple[dict, Stage, Stage | None]:
+    """One step of METHOD.md on a batch of problems -> (metrics, drafts, challenges; None under grpo)."""
+    started = time.perf_counter()
+    sampling = dict(
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        max_rows=config.rollout_rows,
+        seed=config.seed * 1_000_000 + step,
+    )
+    lam = config.format_weight
+    # 1. Roles: A drafts at even steps, B at odd ones.
+    drafter, challenger = ("A", "B") if step % 2 == 0 else ("B", "A")
+    if config.method == "grpo":  # one policy, the same 2N rollouts per problem, and no exchange
+        drafter, challenges = "A", None
+        drafts = draft_stage(pair, drafter, problems, 2 * config.group_size, **sampling)
+    else:
+        # 2. N drafts of every problem.  3. ONE challenge for every draft, reading its summary.
+        drafts, challenges = cascade(pair, problems, drafter, challenger, config.group_size, **sampling)
+    sampled = time.perf_counter()
+
+    streams = [("draft", drafts, [draft_reward(c, phi, lam) for c, phi in zip(drafts.correct, drafts.phi)])]
+    if challenges:
+        bonus = 1.0 if config.method == "agon" else 0.0
+        rows = zip(challenges.correct, drafts.correct, challenges.phi, strict=True)
+        streams.append(("challenge", challenges, [challenge_reward(b, a, phi, lam, bonus) for b, a, phi in rows]))
+
+    metrics: dict = {"step": step, "drafter": drafter, "challenger": challenger if challenges else None}
+    for name, stage, rewards in streams:
+        # 4. Advantages, within the rows of one problem, in each stream by itself.
+        advantages, kept = group_advantages(rewards, stage.group, config.scale_std)
+        # 5. One GRPO update of the policy that sampled this stream.
+        update = update_policy(pair, stage.adapter, optimizers[stage.adapter], stage.rollouts, advantages, kept, config)
+        alive = {g for g, k in zip(stage.group, kept.tolist(), strict=True) if k}
+        mixed = {g for g in alive if len({c for c, h in zip(stage.correct, stage.group, strict=True) if h == g}) == 2}
+        completions = stage.rollouts.completions
+        metrics[name] = {
+            "accuracy": rate(stage.correct),
+            "reward": sum(rewards) / len(rewards),
+            "format": sum(stage.phi) / len(stage.phi),
+            "dead_groups": 1 - len(alive) / len(problems),  # share of problems without any signal
+            "format_only_groups": len(alive - mixed) / len(problems),  # a signal, but not from correctness
+            "mean_tokens": sum(map(len, completions)) / len(completions),
+            "truncated": 1 - sum(stage.rollouts.finished) / len(completions),
+            **update,
+        }
+    metrics["rates"] = exchange_rates(drafts, challenges) if challenges else None
+    sampled_tokens = sum(len(c) for _, stage, _ in streams for c in stage.rollouts.completions)
+    metrics["seconds_sampling"], metrics["seconds_update"] = sampled - started, time.perf_counter() - sampled
+    metrics["tokens_per_second"] = sampled_tokens / metrics["seconds_sampling"]
+    return metrics, drafts, challenges
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The loop
+
+
+def learning_rate(step: int, config: Config) -> float:
+    """Linear warm-up, flat, then a linear fall to lr_end of the peak."""
+    done = (step + 1) / config.steps
+    if done < config.warmup:
+        return config.lr * done / config.warmup
+    fall = max(0.0, done - config.decay_from) / max(1e-9, 1 - config.decay_from)
+    return config.lr * (1 - (1 - config.lr_end) * fall)
+
+
+def problem_stream(problems: Sequence[Problem], seed: int) -> Iterator[Problem]:
+    """Endless passes over the training problems, each in a fresh seeded order: file order would bias a short run."""
+    rng = random.Random(seed)
+    while True:
+        yield from rng.sample(problems, len(problems))
+
+
+def train(config: Config, folder: Path) -> dict:
+    """Train a pair (or one GRPO policy) into `folder`; returns the final table. Ctrl-C saves the adapters and stops."""
+    train_set, validation, test = (load_problems(config.task, split) for split in ("train", "validation", "test"))
+    pair = load_pair(
+        config.base,
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        b_init_std=config.b_init_std,
+        four_bit=config.four_bit,
+        seed=config.seed,
+    )
+    policies = ("A",) if config.method == "grpo" else ("A", "B")
+    # One optimizer per adapter: a shared AdamW would move the resting policy by its momentum.
+    optimizers = {
+        name: torch.optim.AdamW(pair.parameters[name].values(), lr=config.lr, weight_decay=0.0) for name in policies
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1), encoding="utf-8")
+    stream = problem_stream(train_set, config.seed)
+    bonus = 1.0 if config.method == "agon" else 0.0
+    history: list[dict] = []
+    interactive = sys.stderr.isatty()
+    bar = tqdm(total=config.steps, unit="step", mininterval=0.2 if interactive else 20, dynamic_ncols=True)
+    with (
+        bar,
+        open(folder / "metrics.jsonl", "w", encoding="utf-8") as metrics_file,
+        open(folder / "samples.jsonl", "w", encoding="utf-8") as samples_file,
+    ):
+        for step in range(config.steps):
+            for optimizer in optimizers.values():
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(step, config)
+            problems = [next(stream) for _ in range(config.problems_per_step)]
+            metrics, drafts, challenges = agon_step(pair, optimizers, problems, step, config)
+            history.append(metrics)
+            print(json.dumps(metrics), file=metrics_file, flush=True)
+            if challenges:
+                record = exchange_records(problems, drafts, challenges, config.format_weight, bonus)[0]
+                print(json.dumps({"step": step, **record}), file=samples_file, flush=True)
+            bar.set_postfix_str(progress_line(history[-10:]), refresh=False)
+            bar.update()
+    pair.save(folder)
+    result = evaluate(
+        pair,
+        test,
+        validation,
+        policies,
+        max_tokens=config.max_tokens,
+        temperature=config.eval_temperature,
+        top_p=config.eval_top_p,
+        max_rows=config.rollout_rows,
+    )
+    (folder / "results.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    return result
+
+
+def progress_line(recent: list[dict]) -> str:
+    """Means over the last steps, rewards before loss: under GRPO the loss says nothing."""
+
+    def mean(*keys: str) -> float:
+        values = []
+        for metrics in recent:
+            value = metrics
+            for key in keys:
+                value = value[key] if value else None
+            values += [] if value is None else [value]
+        return sum(values) / len(values) if values else float("nan")
+
+    line = f"draft {mean('draft', 'accuracy'):.0%}"
+    if recent[-1]["challenger"]:
+        line += f" challenge {mean('challenge', 'accuracy'):.0%} convert {mean('rates', 'fix'):.0%}"
+        line += f" copy {mean('rates', 'copy'):.0%}"
+    return line + f" dead {mean('draft', 'dead_groups'):.0%} {mean('tokens_per_second'):.0f} tok/s"

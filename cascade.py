@@ -1,0 +1,249 @@
+"""The two-stage cascade, at inference exactly as in training, and its evaluation.
+
+python cascade.py ask "14x = 9 (mod 19)" --run runs/...      one exchange, shown in full
+python cascade.py eval --run runs/...                        the table of a trained pair, again
+
+          problem x -----------------------------+
+              |                                  |
+        [ drafter ]   draft a, its summary s(a)  |
+              |       with the answer withheld   |
+              +---------------> [ challenger ] <-+
+                                      |
+                                final answer b
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scipy.stats import binomtest
+
+from model import Pair, load_pair
+from reward import (
+    Problem,
+    challenge_reward,
+    congruence,
+    draft_reward,
+    extract_answer,
+    format_score,
+    is_correct,
+    load_problems,
+)
+from rollout import Rollouts, challenge_prompt, draft_prompt, sample, summarize
+
+EVAL_SEED = 1_000_003  # evaluation draws from its own stream, or it would change what training samples next
+
+
+@dataclass
+class Stage:
+    """One policy's rows of one stage. Row r answers problems[group[r]]; the group id is explicit, because the N
+    challenges of one problem have N different prompts and nothing else ties them together."""
+
+    adapter: str | None
+    rollouts: Rollouts
+    texts: list[str]
+    correct: list[bool]  # c(y)
+    phi: list[float]  # phi(y)
+    group: list[int]
+    summaries: list[str] = field(default_factory=list)  # challenge stage only: what each row was shown
+
+
+def grade(pair: Pair, adapter, rollouts: Rollouts, problems, group: list[int], summaries=()) -> Stage:
+    texts = rollouts.texts(pair)
+    correct = [is_correct(problems[g], text) for g, text in zip(group, texts, strict=True)]
+    return Stage(adapter, rollouts, texts, correct, [format_score(t) for t in texts], group, list(summaries))
+
+
+def draft_stage(pair: Pair, drafter: str | None, problems: Sequence[Problem], n: int = 1, **sampling) -> Stage:
+    """n drafts a of every problem, from the plain prompt. Rows are problem-major. sampling: as for rollout.sample."""
+    prompts = [draft_prompt(pair.tokenizer, problem.question) for problem in problems]
+    rollouts = sample(pair, drafter, prompts, n, **sampling)
+    return grade(pair, drafter, rollouts, problems, [g for g in range(len(problems)) for _ in range(n)])
+
+
+def challenge_stage(pair: Pair, challenger: str | None, problems, drafts: Stage, **sampling) -> Stage:
+    """ONE challenge b for every draft, from the prompt (x, s(a)). Row r reads draft r."""
+    summaries = [summarize(text) for text in drafts.texts]
+    prompts = [
+        challenge_prompt(pair.tokenizer, problems[g].question, s) for g, s in zip(drafts.group, summaries, strict=True)
+    ]
+    rollouts = sample(pair, challenger, prompts, 1, **sampling)
+    return grade(pair, challenger, rollouts, problems, drafts.group, summaries)
+
+
+def cascade(pair: Pair, problems, drafter="A", challenger="B", n: int = 1, **sampling) -> tuple[Stage, Stage]:
+    """The deployed pair, and the rollouts of one training step: drafts, then one challenge for each."""
+    drafts = draft_stage(pair, drafter, problems, n, **sampling)
+    return drafts, challenge_stage(pair, challenger, problems, drafts, **sampling)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+def rate(hits: Sequence[bool]) -> float | None:
+    return sum(hits) / len(hits) if hits else None  # None, not 0: nothing was observed
+
+
+def exchange_rates(drafts: Stage, challenges: Stage) -> dict[str, float | None]:
+    """Is it reading or copying?
+
+    fix   b right where a was wrong (the conversion rate)
+    keep  b right where a was right
+    copy  b repeats a's answer where that was wrong (agreement on a right answer would prove nothing)
+    """
+    rows = list(zip(drafts.correct, challenges.correct, drafts.texts, challenges.texts, strict=True))
+    answers = [(extract_answer(a), extract_answer(b)) for c_a, _, a, b in rows if not c_a]
+    return {
+        "fix": rate([c_b for c_a, c_b, *_ in rows if not c_a]),
+        "keep": rate([c_b for c_a, c_b, *_ in rows if c_a]),
+        "copy": rate([b is not None and a.strip() == b.strip() for a, b in answers if a is not None]),
+    }
+
+
+def mean_tokens(rows: Sequence[Sequence[int]]) -> float:
+    return sum(map(len, rows)) / len(rows)
+
+
+def table_row(name: str, drafts: Stage, challenges: Stage | None = None) -> dict:
+    """One line of the table: pass@1 of the last stage with its 95 % Clopper-Pearson interval, tokens of every stage."""
+    last = challenges or drafts
+    hits, total = sum(last.correct), len(last.correct)
+    interval = binomtest(hits, total).proportion_ci(0.95, method="exact")
+    return {
+        "name": name,
+        "pass@1": hits / total,
+        "low": interval.low,
+        "high": interval.high,
+        "problems": total,
+        "draft_tokens": mean_tokens(drafts.rollouts.completions) if challenges else 0.0,
+        "prefill_tokens": mean_tokens(last.rollouts.prompts)
+        + (mean_tokens(drafts.rollouts.prompts) if challenges else 0),
+        "final_tokens": mean_tokens(last.rollouts.completions),
+        **(exchange_rates(drafts, challenges) if challenges else {"fix": None, "keep": None, "copy": None}),
+    }
+
+
+def evaluate(pair: Pair, test, validation, policies: Sequence[str] = ("A", "B"), **sampling) -> dict:
+    """The table: zero-shot, the untrained cascade, each policy alone, and the cascade in every direction.
+
+    policies ("A", "B") are a trained pair; ("A",) alone is a GRPO run, whose cascade is its two passes A>A.
+    The reported direction is picked on `validation`, never on `test`. Returns {"rows": [...], "direction": "A>B"}.
+    """
+    sampling = {"seed": EVAL_SEED, **sampling}
+    directions = [("A", "B"), ("B", "A")] if len(policies) == 2 else [(policies[0], policies[0])]
+
+    zero, untrained = cascade(pair, test, None, None, **sampling)  # adapters off: the bare base
+    rows = [table_row("zero-shot", zero), table_row("untrained cascade", zero, untrained)]
+    results = []
+    for drafter, challenger in directions:
+        drafts, challenges = cascade(pair, test, drafter, challenger, **sampling)
+        rows.append(table_row(f"{drafter} alone", drafts))
+        results.append(table_row(f"cascade {drafter}>{challenger}", drafts, challenges))
+    on_validation = [sum(cascade(pair, validation, d, c, **sampling)[1].correct) for d, c in directions]
+    picked = max(range(len(directions)), key=lambda i: on_validation[i])  # a tie goes to A>B
+    for i, row in enumerate(results):
+        row["validation"] = on_validation[i] / len(validation)
+        row["picked"] = i == picked
+    return {"rows": rows + results, "direction": ">".join(directions[picked])}
+
+
+def format_table(result: dict) -> str:
+    """The table as Markdown, readable in a terminal too."""
+
+    def percent(x: float | None) -> str:
+        return "  - " if x is None else f"{100 * x:4.0f}"
+
+    lines = [
+        "| method             | pass@1 % (95 % interval) | fix % | keep % | copy % | tokens: draft | read | final |",
+        "|--------------------|--------------------------|-------|--------|--------|---------------|------|-------|",
+    ]
+    for row in result["rows"]:
+        score = f"{100 * row['pass@1']:5.1f} ({100 * row['low']:.1f} - {100 * row['high']:.1f})"
+        name = row["name"] + (" *" if row.get("picked") else "")
+        lines.append(
+            f"| {name:18} | {score:24} | {percent(row['fix']):>5} | {percent(row['keep']):>6} | {percent(row['copy']):>6} "
+            f"| {row['draft_tokens']:13.1f} | {row['prefill_tokens']:4.0f} | {row['final_tokens']:5.1f} |"
+        )
+    n = result["rows"][0]["problems"]
+    lines.append(
+        f"\n* direction picked on the validation problems; {n} test problems, one rollout per problem and stage."
+    )
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Exchanges for the eye
+
+
+def exchange_records(problems, drafts: Stage, challenges: Stage, lam: float = 0.5, bonus: float = 1.0) -> list[dict]:
+    """One JSON-ready record per exchange: the problem, the draft, what the challenger was shown, its answer, rewards."""
+    return [
+        {
+            "problem": problems[drafts.group[r]].question,
+            "gold": problems[drafts.group[r]].gold,
+            "drafter": drafts.adapter,
+            "challenger": challenges.adapter,
+            "draft": drafts.texts[r],
+            "summary": challenges.summaries[r],
+            "challenge": challenges.texts[r],
+            "draft_correct": drafts.correct[r],
+            "challenge_correct": challenges.correct[r],
+            "draft_reward": draft_reward(drafts.correct[r], drafts.phi[r], lam),
+            "challenge_reward": challenge_reward(
+                challenges.correct[r], drafts.correct[r], challenges.phi[r], lam, bonus
+            ),
+        }
+        for r in range(len(drafts.texts))
+    ]
+
+
+def telling_exchanges(records: list[dict], limit: int = 3) -> list[dict]:
+    """A few that show different things, where there are such: a conversion, a kept answer, a shared failure."""
+    kinds: dict[tuple[bool, bool], dict] = {}
+    for record in records:
+        kinds.setdefault((record["draft_correct"], record["challenge_correct"]), record)
+    wanted = [kinds[k] for k in ((False, True), (True, True), (False, False), (True, False)) if k in kinds]
+    return wanted[:limit]
+
+
+def format_exchange(record: dict, colour: bool = False) -> str:
+    def paint(text: str, code: int) -> str:
+        return f"\033[{code}m{text}\033[0m" if colour else text
+
+    def verdict(who: str) -> str:
+        right = record[f"{who}_correct"]
+        return paint(f"{'right' if right else 'wrong'}, reward {record[f'{who}_reward']:.1f}", 32 if right else 31)
+
+    return "\n".join(
+        [
+            f"problem     {paint(record['problem'], 1)}   (answer {record['gold']})",
+            f"draft     {record['drafter'] or '-'} {paint(record['draft'], 36)}   {verdict('draft')}",
+            f"shown       {paint(record['summary'], 33)}",
+            f"challenge {record['challenger'] or '-'} {paint(record['challenge'], 35)}   {verdict('challenge')}",
+        ]
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def load_run(folder: Path) -> tuple[dict, Pair]:
+    """(settings, trained pair) of a run folder. Raises ValueError with one line for anything missing or damaged."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} is not a run folder (no config.json); train one with: python agon.py --out {folder}"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        base, four_bit = config["base"], config["four_bit"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+    return config, load_pair(base, folder, four_bit=four_bit)
