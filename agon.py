@@ -36,7 +36,22 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from cascade import Stage, cascade, draft_stage, evaluate, exchange_rates, exchange_records, format_table, rate
+from cascade import (
+    OneLineParser,
+    Stage,
+    cascade,
+    complain,
+    draft_stage,
+    eval_sampling,
+    evaluate,
+    exchange_rates,
+    exchange_records,
+    format_exchange,
+    format_table,
+    policies_of,
+    rate,
+    telling_exchanges,
+)
 from model import Pair, load_pair, token_logprobs
 from reward import Problem, challenge_reward, draft_reward, load_problems
 from rollout import Rollouts
@@ -179,7 +194,9 @@ def update_policy(
     prompts, completions = [rollouts.prompts[r] for r in rows], [rollouts.completions[r] for r in rows]
     advantages = advantages[rows].float().to(model.device)  # (B,)
     total_tokens = sum(map(len, completions))  # computed once, before the split; includes each end-of-turn token
-    batches = list(micro_batches([len(p) + len(c) for p, c in zip(prompts, completions)], config.micro_tokens))
+    batches = list(
+        micro_batches([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)], config.micro_tokens)
+    )
 
     def score(batch: list[int]) -> torch.Tensor:  # (b, C)
         return token_logprobs(model, [prompts[i] for i in batch], [completions[i] for i in batch], config.temperature)
@@ -232,7 +249,9 @@ def agon_step(
         drafts, challenges = cascade(pair, problems, drafter, challenger, config.group_size, **sampling)
     sampled = time.perf_counter()
 
-    streams = [("draft", drafts, [draft_reward(c, phi, lam) for c, phi in zip(drafts.correct, drafts.phi)])]
+    streams = [
+        ("draft", drafts, [draft_reward(c, phi, lam) for c, phi in zip(drafts.correct, drafts.phi, strict=True)])
+    ]
     if challenges:
         bonus = 1.0 if config.method == "agon" else 0.0
         rows = zip(challenges.correct, drafts.correct, challenges.phi, strict=True)
@@ -284,76 +303,195 @@ def problem_stream(problems: Sequence[Problem], seed: int) -> Iterator[Problem]:
         yield from rng.sample(problems, len(problems))
 
 
-def train(config: Config, folder: Path) -> dict:
-    """Train a pair (or one GRPO policy) into `folder`; returns the final table. Ctrl-C saves the adapters and stops."""
-    train_set, validation, test = (load_problems(config.task, split) for split in ("train", "validation", "test"))
-    pair = load_pair(
-        config.base,
-        rank=config.lora_rank,
-        alpha=config.lora_alpha,
-        b_init_std=config.b_init_std,
-        four_bit=config.four_bit,
-        seed=config.seed,
-    )
-    policies = ("A",) if config.method == "grpo" else ("A", "B")
+def train(config: Config, folder: Path, pair: Pair, problems: Sequence[Problem]) -> list[dict]:
+    """Train the pair (or, under grpo, policy A) into `folder`; returns one metrics dict per step.
+
+    Ctrl-C saves the adapters as they stand and raises KeyboardInterrupt.
+    """
     # One optimizer per adapter: a shared AdamW would move the resting policy by its momentum.
     optimizers = {
-        name: torch.optim.AdamW(pair.parameters[name].values(), lr=config.lr, weight_decay=0.0) for name in policies
+        name: torch.optim.AdamW(pair.parameters[name].values(), lr=config.lr, weight_decay=0.0)
+        for name in policies_of(vars(config))
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1), encoding="utf-8")
-    stream = problem_stream(train_set, config.seed)
+    stream = problem_stream(problems, config.seed)
     bonus = 1.0 if config.method == "agon" else 0.0
     history: list[dict] = []
-    interactive = sys.stderr.isatty()
-    bar = tqdm(total=config.steps, unit="step", mininterval=0.2 if interactive else 20, dynamic_ncols=True)
+    bar = tqdm(total=config.steps, unit="step", mininterval=0.2 if sys.stderr.isatty() else 15, dynamic_ncols=True)
     with (
         bar,
         open(folder / "metrics.jsonl", "w", encoding="utf-8") as metrics_file,
         open(folder / "samples.jsonl", "w", encoding="utf-8") as samples_file,
     ):
-        for step in range(config.steps):
-            for optimizer in optimizers.values():
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(step, config)
-            problems = [next(stream) for _ in range(config.problems_per_step)]
-            metrics, drafts, challenges = agon_step(pair, optimizers, problems, step, config)
-            history.append(metrics)
-            print(json.dumps(metrics), file=metrics_file, flush=True)
-            if challenges:
-                record = exchange_records(problems, drafts, challenges, config.format_weight, bonus)[0]
-                print(json.dumps({"step": step, **record}), file=samples_file, flush=True)
-            bar.set_postfix_str(progress_line(history[-10:]), refresh=False)
-            bar.update()
+        started = time.perf_counter()
+        try:
+            for step in range(config.steps):
+                lr = learning_rate(step, config)
+                for group in [g for optimizer in optimizers.values() for g in optimizer.param_groups]:
+                    group["lr"] = lr
+                batch = [next(stream) for _ in range(config.problems_per_step)]
+                metrics, drafts, challenges = agon_step(pair, optimizers, batch, step, config)
+                history.append({**metrics, "lr": lr})
+                print(json.dumps(history[-1]), file=metrics_file, flush=True)
+                if challenges:
+                    record = exchange_records(batch, drafts, challenges, config.format_weight, bonus)[0]
+                    print(json.dumps({"step": step, **record}), file=samples_file, flush=True)
+                bar.set_postfix_str(progress_line(history[-10:]), refresh=False)
+                bar.update()
+                if step == 2:
+                    minutes = (time.perf_counter() - started) / 3 * config.steps / 60
+                    bar.write(f"the first steps say: about {minutes:.1f} minutes of training, then the evaluation")
+        except KeyboardInterrupt:
+            pair.save(folder)
+            raise
     pair.save(folder)
-    result = evaluate(
-        pair,
-        test,
-        validation,
-        policies,
-        max_tokens=config.max_tokens,
-        temperature=config.eval_temperature,
-        top_p=config.eval_top_p,
-        max_rows=config.rollout_rows,
-    )
-    (folder / "results.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    return result
+    return history
 
 
 def progress_line(recent: list[dict]) -> str:
-    """Means over the last steps, rewards before loss: under GRPO the loss says nothing."""
+    """Means over the last steps. Rewards, not the loss: under GRPO the loss says nothing."""
 
-    def mean(*keys: str) -> float:
-        values = []
-        for metrics in recent:
-            value = metrics
-            for key in keys:
-                value = value[key] if value else None
-            values += [] if value is None else [value]
-        return sum(values) / len(values) if values else float("nan")
+    def mean(part: str, key: str) -> float:
+        values = [m[part][key] for m in recent if m.get(part) and m[part][key] is not None]
+        return sum(values) / len(values) if values else math.nan
 
     line = f"draft {mean('draft', 'accuracy'):.0%}"
     if recent[-1]["challenger"]:
-        line += f" challenge {mean('challenge', 'accuracy'):.0%} convert {mean('rates', 'fix'):.0%}"
-        line += f" copy {mean('rates', 'copy'):.0%}"
-    return line + f" dead {mean('draft', 'dead_groups'):.0%} {mean('tokens_per_second'):.0f} tok/s"
+        line += f", challenge {mean('challenge', 'accuracy'):.0%}, convert {mean('rates', 'fix'):.0%}"
+        line += f", copy {mean('rates', 'copy'):.0%}"
+    speed = sum(m["tokens_per_second"] for m in recent) / len(recent)
+    return line + f", dead {mean('draft', 'dead_groups'):.0%}, {speed / 1000:.1f}k tok/s"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What a run leaves behind
+
+
+def draw_curves(history: list[dict], path: Path, title: str) -> None:
+    """curves.png: accuracy of both streams, and fix, keep and copy rate of each policy as a challenger."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display needed
+    import matplotlib.pyplot as plt
+
+    def draw(axis, points: list[tuple[int, float | None]], label: str, colour: str) -> None:
+        points = [(x, y) for x, y in points if y is not None]
+        if points:
+            xs, ys = zip(*points, strict=True)
+            smooth = [sum(ys[max(0, i - 4) : i + 5]) / len(ys[max(0, i - 4) : i + 5]) for i in range(len(ys))]
+            axis.plot(xs, ys, color=colour, alpha=0.2, linewidth=0.8)
+            axis.plot(xs, smooth, color=colour, label=label)
+
+    policies = sorted({m["challenger"] for m in history if m["challenger"]})
+    figure, axes = plt.subplots(1, 1 + len(policies), figsize=(4.6 * (1 + len(policies)), 3.4), squeeze=False)
+    axis = axes[0][0]
+    draw(axis, [(m["step"], m["draft"]["accuracy"]) for m in history], "draft", "tab:blue")
+    draw(axis, [(m["step"], m["challenge"]["accuracy"]) for m in history if "challenge" in m], "challenge", "tab:red")
+    axis.set_title(f"{title}: accuracy on training problems")
+    for axis, policy in zip(axes[0][1:], policies, strict=True):
+        rows = [m for m in history if m["challenger"] == policy]
+        for key, colour in (("fix", "tab:green"), ("keep", "tab:purple"), ("copy", "tab:orange")):
+            draw(axis, [(m["step"], m["rates"][key]) for m in rows], key, colour)
+        axis.set_title(f"{policy} as challenger")
+    for axis in axes[0]:
+        axis.set(xlabel="step", ylim=(-0.02, 1.02))
+        axis.grid(alpha=0.3)
+        axis.legend(loc="upper left", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def write_report(config: Config, folder: Path, result: dict, exchanges: list[dict]) -> None:
+    changed = [
+        f"`--{f.name.replace('_', '-')} {getattr(config, f.name)}`"
+        for f in dataclasses.fields(Config)
+        if getattr(config, f.name) != f.default
+    ]
+    shown = "\n\n".join(f"```\n{format_exchange(record)}\n```" for record in exchanges)
+    (folder / "report.md").write_text(
+        f"# {config.method} on {config.base}, seed {config.seed}\n\n"
+        f"Settings that differ from the defaults: {', '.join(changed) or 'none'}; all of them are in config.json.\n\n"
+        f"{format_table(result)}\n\n![curves](curves.png)\n\n## Exchanges on test problems\n\n{shown}\n",
+        encoding="utf-8",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse_config(argv: list[str] | None) -> Config:
+    """One flag per field of Config, its help and default taken from there."""
+    parser = OneLineParser(prog="agon.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for f in dataclasses.fields(Config):
+        flag, text = f"--{f.name.replace('_', '-')}", f"{f.metadata['help']} [{f.default}]"
+        if isinstance(f.default, bool):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=text)
+        else:
+            parser.add_argument(flag, type=type(f.default), default=f.default, help=text, metavar=f.name.upper())
+    return Config(**vars(parser.parse_args(argv)))
+
+
+def make_run_folder(config: Config) -> Path:
+    """Create the run folder. Never writes into one that holds anything: nothing the user has may be lost."""
+    folder = Path(config.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.method}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"--out {folder} exists and is not an empty folder; name a new one")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        config = parse_config(argv)
+        config.check()
+        train_set, validation, test = (load_problems(config.task, split) for split in ("train", "validation", "test"))
+        pair = load_pair(
+            config.base,
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            b_init_std=config.b_init_std,
+            four_bit=config.four_bit,
+            seed=config.seed,
+        )
+        folder = make_run_folder(config)
+        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        return complain("agon.py", error)
+
+    colour, n = sys.stdout.isatty(), config.group_size
+    size = sum(p.numel() for name, p in pair.model.named_parameters() if "lora_" not in name)
+    print(
+        f"Agon ({config.method}): LoRA policies {' and '.join(policies_of(vars(config)))} on one frozen base "
+        f"({config.base}, {size:,} parameters, {'NF4' if config.four_bit else 'not quantized'}, {pair.model.device})\n"
+        f"{config.steps} steps, each {config.problems_per_step} problems x {2 * n} rollouts, on {len(train_set)} training "
+        f"problems like {train_set[0].question!r}; then the table on {len(test)} test problems.\n"
+        f"Run folder: {folder}",
+        flush=True,
+    )
+    try:
+        history = train(config, folder, pair, train_set)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the adapters are saved. Evaluate them: python cascade.py eval --run {folder}")
+        return 130
+    except FloatingPointError as error:
+        return complain("agon.py", error)
+
+    draw_curves(history, folder / "curves.png", config.method)
+    print(f"evaluating on {len(test)} test problems ...", flush=True)
+    sampling = eval_sampling(vars(config))
+    result = evaluate(pair, test, validation, policies_of(vars(config)), **sampling)
+    (folder / "results.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    drafts, challenges = cascade(pair, test[:100], *result["direction"].split(">"), **sampling)
+    exchanges = telling_exchanges(exchange_records(test, drafts, challenges, config.format_weight))
+    write_report(config, folder, result, exchanges)
+    print("\n" + format_table(result) + "\n")
+    for record in exchanges:
+        print(format_exchange(record, colour) + "\n")
+    print(f"curves, report, metrics and adapters: {folder}")
+    print(f'try: python cascade.py ask "14x = 9 (mod 19)" --run {folder}')
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

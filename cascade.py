@@ -135,7 +135,6 @@ def evaluate(pair: Pair, test, validation, policies: Sequence[str] = ("A", "B"),
     policies ("A", "B") are a trained pair; ("A",) alone is a GRPO run, whose cascade is its two passes A>A.
     The reported direction is picked on `validation`, never on `test`. Returns {"rows": [...], "direction": "A>B"}.
     """
-    sampling = {"seed": EVAL_SEED, **sampling}
     directions = [("A", "B"), ("B", "A")] if len(policies) == 2 else [(policies[0], policies[0])]
 
     zero, untrained = cascade(pair, test, None, None, **sampling)  # adapters off: the bare base
@@ -234,16 +233,87 @@ def format_exchange(record: dict, colour: bool = False) -> str:
 # Command line
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """argparse that complains in one line; its usage block would bury the message under all the flags."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def complain(program: str, error: Exception) -> int:
+    """One line on stderr, and the exit code for a user's mistake."""
+    print(f"{program}: error: {error}", file=sys.stderr)
+    return 2
+
+
 def load_run(folder: Path) -> tuple[dict, Pair]:
     """(settings, trained pair) of a run folder. Raises ValueError with one line for anything missing or damaged."""
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(
-            f"{folder} is not a run folder (no config.json); train one with: python agon.py --out {folder}"
-        )
+        raise ValueError(f"{folder} is not a run folder (no config.json); train one: python agon.py --out {folder}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        base, four_bit = config["base"], config["four_bit"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from error
-    return config, load_pair(base, folder, four_bit=four_bit)
+        needed = ("base", "four_bit", "method", "task", "max_tokens", "eval_temperature", "eval_top_p", "rollout_rows")
+        missing = [key for key in needed if key not in config]
+    except (ValueError, TypeError) as error:  # not JSON, not UTF-8, not an object
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; it was not written by agon.py")
+    return config, load_pair(config["base"], folder, four_bit=config["four_bit"])
+
+
+def eval_sampling(config: dict) -> dict:
+    """The sampling arguments of evaluation, from a run's settings."""
+    return {
+        "max_tokens": config["max_tokens"],
+        "temperature": config["eval_temperature"],
+        "top_p": config["eval_top_p"],
+        "max_rows": config["rollout_rows"],
+        "seed": EVAL_SEED,
+    }
+
+
+def policies_of(config: dict) -> tuple[str, ...]:
+    return ("A",) if config["method"] == "grpo" else ("A", "B")
+
+
+def saved_direction(folder: Path, config: dict) -> tuple[str, str]:
+    """(drafter, challenger) as picked on validation when the run ended; A>B if it never got that far."""
+    try:
+        drafter, challenger = json.loads((folder / "results.json").read_text(encoding="utf-8"))["direction"].split(">")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        drafter, challenger = policies_of(config)[0], policies_of(config)[-1]
+    return drafter, challenger
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(prog="cascade.py", description="Use a trained pair: one drafts, the other answers.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=OneLineParser)
+    ask = commands.add_parser("ask", help="one problem, the whole exchange")
+    ask.add_argument("problem", help="a problem of the run's task, such as '14x = 9 (mod 19)'")
+    ask.add_argument("--direction", choices=["A>B", "B>A", "A>A", "B>B"], help="default: as picked on validation")
+    again = commands.add_parser("eval", help="the table of a run on its test problems, again")
+    for command in (ask, again):
+        command.add_argument("--run", type=Path, required=True, metavar="DIR", help="run folder written by agon.py")
+        command.add_argument("--seed", type=int, default=EVAL_SEED, help="sampling seed")
+    args = parser.parse_args(argv)
+    try:
+        problems = [congruence(args.problem)] if args.command == "ask" else []
+        config, pair = load_run(args.run)
+        test, validation = (load_problems(config["task"], split) for split in ("test", "validation"))
+    except (ValueError, OSError) as error:
+        return complain(parser.prog, error)
+    sampling = {**eval_sampling(config), "seed": args.seed}
+    if args.command == "ask":
+        drafter, challenger = args.direction.split(">") if args.direction else saved_direction(args.run, config)
+        drafts, challenges = cascade(pair, problems, drafter, challenger, **sampling)
+        print(format_exchange(exchange_records(problems, drafts, challenges)[0], sys.stdout.isatty()))
+        answer = extract_answer(challenges.texts[0])
+        print(f"answer      {answer if answer is not None else '(none: the challenge never closed its answer)'}")
+    else:
+        print(format_table(evaluate(pair, test, validation, policies_of(config), **sampling)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
