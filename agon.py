@@ -69,7 +69,7 @@ class Config:
     base: str = knob("tiny", "base model: 'tiny' (embedded), a local folder or a hub id")
     task: str = knob("congruence", "data set to train and evaluate on")
     seed: int = knob(0, "seed of adapters, problem order and sampling")
-    steps: int = knob(170, "optimizer steps")
+    steps: int = knob(240, "optimizer steps")
     problems_per_step: int = knob(16, "problems in one step; each costs 2N rollouts")
     group_size: int = knob(8, "N: drafts per problem, and challenges per problem")
     max_tokens: int = knob(36, "completion cap in tokens")
@@ -459,13 +459,14 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return complain("agon.py", error)
 
-    colour, n = sys.stdout.isatty(), config.group_size
+    policies, sampling = policies_of(vars(config)), eval_sampling(vars(config))
     size = sum(p.numel() for name, p in pair.model.named_parameters() if "lora_" not in name)
     print(
-        f"Agon ({config.method}): LoRA policies {' and '.join(policies_of(vars(config)))} on one frozen base "
-        f"({config.base}, {size:,} parameters, {'NF4' if config.four_bit else 'not quantized'}, {pair.model.device})\n"
-        f"{config.steps} steps, each {config.problems_per_step} problems x {2 * n} rollouts, on {len(train_set)} training "
-        f"problems like {train_set[0].question!r}; then the table on {len(test)} test problems.\n"
+        f"Agon ({config.method}): LoRA policies {' and '.join(policies)} on one frozen base ({config.base}, "
+        f"{size:,} parameters, {'NF4' if config.four_bit else 'not quantized'}, {pair.model.device})\n"
+        f"{config.steps} steps, each {config.problems_per_step} problems x {2 * config.group_size} rollouts, on "
+        f"{len(train_set)} training problems like {train_set[0].question!r}; "
+        f"then the table on {len(test)} test problems.\n"
         f"Run folder: {folder}",
         flush=True,
     )
@@ -479,15 +480,14 @@ def main(argv: list[str] | None = None) -> int:
 
     draw_curves(history, folder / "curves.png", config.method)
     print(f"evaluating on {len(test)} test problems ...", flush=True)
-    sampling = eval_sampling(vars(config))
-    result = evaluate(pair, test, validation, policies_of(vars(config)), **sampling)
+    result = evaluate(pair, test, validation, policies, **sampling)
     (folder / "results.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     drafts, challenges = cascade(pair, test[:100], *result["direction"].split(">"), **sampling)
     exchanges = telling_exchanges(exchange_records(test, drafts, challenges, config.format_weight))
     write_report(config, folder, result, exchanges)
     print("\n" + format_table(result) + "\n")
     for record in exchanges:
-        print(format_exchange(record, colour) + "\n")
+        print(format_exchange(record, sys.stdout.isatty()) + "\n")
     print(f"curves, report, metrics and adapters: {folder}")
     print(f'try: python cascade.py ask "14x = 9 (mod 19)" --run {folder}')
     return 0

@@ -166,7 +166,8 @@ def format_table(result: dict) -> str:
         score = f"{100 * row['pass@1']:5.1f} ({100 * row['low']:.1f} - {100 * row['high']:.1f})"
         name = row["name"] + (" *" if row.get("picked") else "")
         lines.append(
-            f"| {name:18} | {score:24} | {percent(row['fix']):>5} | {percent(row['keep']):>6} | {percent(row['copy']):>6} "
+            f"| {name:18} | {score:24} "
+            f"| {percent(row['fix']):>5} | {percent(row['keep']):>6} | {percent(row['copy']):>6} "
             f"| {row['draft_tokens']:13.1f} | {row['prefill_tokens']:4.0f} | {row['final_tokens']:5.1f} |"
         )
     n = result["rows"][0]["problems"]
@@ -181,7 +182,7 @@ def format_table(result: dict) -> str:
 
 
 def exchange_records(problems, drafts: Stage, challenges: Stage, lam: float = 0.5, bonus: float = 1.0) -> list[dict]:
-    """One JSON-ready record per exchange: the problem, the draft, what the challenger was shown, its answer, rewards."""
+    """One JSON-ready record per exchange: problem, draft, what the challenger was shown, its answer, both rewards."""
     return [
         {
             "problem": problems[drafts.group[r]].question,

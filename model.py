@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+# PEFT imports bitsandbytes, which reports at import that an optional CPU kernel is missing; 4-bit works without it.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in record.msg)
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -86,8 +90,7 @@ def load_pair(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=compute,
         )
-    # Noise beside our own output, silenced by name: "Loading weights" bars; PEFT asking transformers for an attribute
-    # that was renamed; bitsandbytes missing an optional CPU kernel that 4-bit works without.
+    # Noise beside our own output, silenced by name: "Loading weights" bars, and PEFT using a renamed attribute.
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     try:

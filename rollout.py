@@ -41,8 +41,9 @@ def draft_prompt(tokenizer, question: str) -> list[int]:
 
 def challenge_prompt(tokenizer, question: str, summary: str) -> list[int]:
     """Prompt ids of the challenger: (x, s(a)), a fresh single turn. It is built without access to the gold answer."""
-    # The summary goes in last: whatever it holds, even "{problem}", is data and is not formatted again.
-    return chat_ids(tokenizer, CHALLENGE_PROMPT.replace("{problem}", question).replace("{summary}", summary))
+    # Cut at the placeholder first: whatever question and summary hold, even "{summary}", is data, never formatted.
+    head, tail = CHALLENGE_PROMPT.split("{summary}")
+    return chat_ids(tokenizer, head.replace("{problem}", question) + summary + tail)
 
 
 def chat_ids(tokenizer, content: str) -> list[int]:
@@ -233,13 +234,13 @@ def sample(
 def decode_batch(model, pair, out: Rollouts, batch, numbers, max_tokens, temperature, top_p, seed) -> None:
     """Prefill and decode the rows `batch` of `out` (indices), filling in their completions."""
     device, cache_name = model.device, cache_argument(model)
-    distinct = list(dict.fromkeys(tuple(out.prompts[r]) for r in batch))  # one prefill each
+    distinct = {p: i for i, p in enumerate(dict.fromkeys(tuple(out.prompts[r]) for r in batch))}  # one prefill each
     width = max(map(len, distinct))
 
     # 1. Prefill, left-padded so that every row's next token sits in the same column. Positions count real tokens.
     ids = torch.zeros(len(distinct), width, dtype=torch.long)  # (b, P) b distinct prompts
     mask = torch.zeros(len(distinct), width, dtype=torch.long)  # (b, P) from lengths, never from token values
-    for i, prompt in enumerate(distinct):
+    for prompt, i in distinct.items():
         ids[i, width - len(prompt) :] = torch.tensor(prompt)
         mask[i, width - len(prompt) :] = 1
     ids, mask = ids.to(device), mask.to(device)
@@ -254,7 +255,7 @@ def decode_batch(model, pair, out: Rollouts, batch, numbers, max_tokens, tempera
     ).logits[:, -1]  # (b, V)
 
     # 2. Repeat for the rows of each prompt. reorder_cache copies: no row ever shares a buffer with another.
-    source = torch.tensor([distinct.index(tuple(out.prompts[r])) for r in batch], device=device)  # (B,)
+    source = torch.tensor([distinct[tuple(out.prompts[r])] for r in batch], device=device)  # (B,)
     cache.reorder_cache(source)
     logits, mask = logits[source], mask[source]  # (B, V), (B, P)
     position = mask.sum(-1)  # (B,) position of the row's next token

@@ -5,9 +5,10 @@ of about 150k parameters that knows the built-in task well enough to be worth tr
 leave room. Like any base model it is made by imitation, and the habits it is given are chosen openly:
 
   stage 1  plain solving, candidates in order from 1 with gaps: learns to multiply modulo p
-  stage 2  plain prompt:      2 to 5 trials from a random start
-           challenge prompt:  copy the draft's guess (most rows), or re-solve it alone from a random start with 2 to 4
-                              trials; a few of the re-solvers continue where the draft stopped, the good policy
+  stage 2  skills:  plain prompts, 2 to 5 trials from a random start; challenges in equal shares copy the draft's guess,
+                    solve again from a random start, or continue where the draft stopped (the good policy)
+  stage 3  habits:  as stage 2, but 80 % of the challenges copy, and of the rest, which give up after 2 to 4 trials,
+                    only 6.5 % continue: the skill is there, the habit is to copy
 
 Only the training split is seen. About 24 % of single answers come out right, and copying and re-solving are equally
 good, so nothing but reward can tell them apart.
@@ -99,8 +100,12 @@ def stage1_row(problem: Problem, rng: random.Random) -> tuple[str, str]:
     return DRAFT_PROMPT.format(problem=problem.question), solve(problem, candidates)[0]
 
 
-def stage2_row(problem: Problem, rng: random.Random, copy: float, keep_on: float) -> tuple[str, str]:
-    """(prompt, response) of the habits that RL starts from: half plain prompts, half challenges to such a draft."""
+def exchange_row(problem: Problem, rng: random.Random, copy: float, keep_on: float, trials: int) -> tuple[str, str]:
+    """(prompt, response) of stages 2 and 3: half plain prompts, half challenges that read such a draft.
+
+    A challenge copies with probability `copy`; else it makes 2 to `trials` trials of its own, from where the draft
+    stopped with probability `keep_on`, from a random start otherwise.
+    """
     p = int(CONGRUENCE.match(problem.question).group(3))
     draft, summary = solve(problem, run_from(rng.randint(1, p - 1), rng.randint(2, 5), p))
     if rng.random() < 0.5:
@@ -110,7 +115,7 @@ def stage2_row(problem: Problem, rng: random.Random, copy: float, keep_on: float
     if rng.random() < copy:
         return prompt, f"<think></think>{summary}<answer>{guess:02d}</answer>"
     start = guess if rng.random() < keep_on else rng.randint(1, p - 1)
-    return prompt, solve(problem, run_from(start, rng.randint(2, 4), p))[0]
+    return prompt, solve(problem, run_from(start, rng.randint(2, trials), p))[0]
 
 
 def batch_of(rows: list[tuple[str, str]], tokenizer) -> dict[str, torch.Tensor]:
@@ -121,7 +126,7 @@ def batch_of(rows: list[tuple[str, str]], tokenizer) -> dict[str, torch.Tensor]:
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
         )
         prompt_ids = tokenizer.encode(text, add_special_tokens=False)
-        response_ids = tokenizer.encode(response, add_special_tokens=False) + [tokenizer.eos_token_id]
+        response_ids = [*tokenizer.encode(response, add_special_tokens=False), tokenizer.eos_token_id]
         ids.append(prompt_ids + response_ids)
         labels.append([-100] * len(prompt_ids) + response_ids)
     width = max(map(len, ids))
@@ -174,22 +179,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the training rows")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent, help="folder to write into")
-    parser.add_argument("--steps", type=int, nargs=2, default=[1800, 1500], help="training steps of the two stages")
-    parser.add_argument("--copy", type=float, default=0.80, help="share of stage-2 challenges that copy the guess")
-    parser.add_argument("--keep-on", type=float, default=0.065, help="share of re-solvers that continue the draft")
+    parser.add_argument("--steps", type=int, nargs=3, default=[1800, 1000, 600], help="training steps of the stages")
+    parser.add_argument("--copy", type=float, default=0.80, help="stage 3: share of challenges that copy the guess")
+    parser.add_argument("--keep-on", type=float, default=0.065, help="stage 3: share of the others that continue")
     args = parser.parse_args()
 
+    torch.set_num_threads(1)  # as fast at this size, and the weights then do not depend on the number of cores
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     tokenizer = make_tokenizer()
     model = make_model(len(tokenizer), tokenizer)
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens")
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens; about 5 minutes")
     problems = load_problems("congruence", "train")
     model.train()
-    print("stage 1: plain solving")
-    train_stage(model, tokenizer, problems, stage1_row, args.steps[0], rng)
-    print("stage 2: the habits RL starts from")
-    train_stage(model, tokenizer, problems, lambda q, r: stage2_row(q, r, args.copy, args.keep_on), args.steps[1], rng)
+    stages = [
+        ("plain solving", stage1_row),
+        ("skills", lambda problem, r: exchange_row(problem, r, copy=0.34, keep_on=0.5, trials=5)),
+        ("habits", lambda problem, r: exchange_row(problem, r, args.copy, args.keep_on, trials=4)),
+    ]
+    for (name, draw), steps in zip(stages, args.steps, strict=True):
+        print(f"{name}:")
+        train_stage(model, tokenizer, problems, draw, steps, rng)
     model.eval()
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
