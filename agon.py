@@ -92,6 +92,7 @@ class Config:
     lora_alpha: int = knob(32, "LoRA alpha of both adapters")
     b_init_std: float = knob(0.01, "std of B's initial lora_B; A's is 0")
     four_bit: bool = knob(False, "load the base in 4-bit NF4 (bitsandbytes)")
+    threads: int = knob(1, "CPU threads; at this size a second one costs more than it brings")
     out: str = knob("", "run folder (default: runs/<time>-<method>)")
 
     def check(self) -> None:
@@ -101,7 +102,7 @@ class Config:
         if self.group_size < 2:
             raise ValueError(f"--group-size {self.group_size}: a group needs at least 2 rows to compare")
         for name in ("steps", "problems_per_step", "max_tokens", "inner_epochs", "micro_tokens", "rollout_rows",
-                     "lora_rank", "lora_alpha"):  # fmt: skip
+                     "lora_rank", "lora_alpha", "threads"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
         for name in ("lr", "temperature", "grad_clip", "clip"):
@@ -445,6 +446,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(argv)
         config.check()
+        torch.set_num_threads(config.threads)
         train_set, validation, test = (load_problems(config.task, split) for split in ("train", "validation", "test"))
         pair = load_pair(
             config.base,
@@ -462,7 +464,7 @@ def main(argv: list[str] | None = None) -> int:
     policies, sampling = policies_of(vars(config)), eval_sampling(vars(config))
     size = sum(p.numel() for name, p in pair.model.named_parameters() if "lora_" not in name)
     print(
-        f"Agon ({config.method}): LoRA policies {' and '.join(policies)} on one frozen base ({config.base}, "
+        f"Agon, method {config.method}: LoRA policies {' and '.join(policies)} on one frozen base ({config.base}, "
         f"{size:,} parameters, {'NF4' if config.four_bit else 'not quantized'}, {pair.model.device})\n"
         f"{config.steps} steps, each {config.problems_per_step} problems x {2 * config.group_size} rollouts, on "
         f"{len(train_set)} training problems like {train_set[0].question!r}; "

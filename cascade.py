@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from scipy.stats import binomtest
 
 from model import Pair, load_pair
@@ -254,12 +255,23 @@ def load_run(folder: Path) -> tuple[dict, Pair]:
         raise ValueError(f"{folder} is not a run folder (no config.json); train one: python agon.py --out {folder}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        needed = ("base", "four_bit", "method", "task", "max_tokens", "eval_temperature", "eval_top_p", "rollout_rows")
+        needed = (
+            "base",
+            "four_bit",
+            "method",
+            "task",
+            "max_tokens",
+            "eval_temperature",
+            "eval_top_p",
+            "rollout_rows",
+            "threads",
+        )
         missing = [key for key in needed if key not in config]
     except (ValueError, TypeError) as error:  # not JSON, not UTF-8, not an object
         raise ValueError(f"{path} is damaged: {error}") from error
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}; it was not written by agon.py")
+    torch.set_num_threads(config["threads"])  # as in training, so that the same seed gives the same samples
     return config, load_pair(config["base"], folder, four_bit=config["four_bit"])
 
 
