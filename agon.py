@@ -396,7 +396,7 @@ def draw_curves(history: list[dict], path: Path, title: str) -> None:
     for axis in axes[0]:
         axis.set(xlabel="step", ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
-        axis.legend(loc="upper left", fontsize=8)
+        axis.legend(loc="best", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from scipy.stats import binomtest
 
-from model import Pair, load_pair
+from model import ADAPTERS, Pair, load_pair
 from reward import (
     Problem,
     challenge_reward,
@@ -254,23 +254,14 @@ def load_run(folder: Path) -> tuple[dict, Pair]:
     if not path.is_file():
         raise ValueError(f"{folder} is not a run folder (no config.json); train one: python agon.py --out {folder}")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        needed = (
-            "base",
-            "four_bit",
-            "method",
-            "task",
-            "max_tokens",
-            "eval_temperature",
-            "eval_top_p",
-            "rollout_rows",
-            "threads",
-        )
-        missing = [key for key in needed if key not in config]
-    except (ValueError, TypeError) as error:  # not JSON, not UTF-8, not an object
+        config = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:  # not UTF-8, not JSON, not an object
         raise ValueError(f"{path} is damaged: {error}") from error
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}; it was not written by agon.py")
+    kinds = {"base": str, "method": str, "task": str, "four_bit": bool, "max_tokens": int, "rollout_rows": int,
+             "threads": int, "eval_temperature": (int, float), "eval_top_p": (int, float)}  # fmt: skip
+    bad = [key for key, kind in kinds.items() if not isinstance(config.get(key), kind)]
+    if bad:
+        raise ValueError(f"{path} has no usable value for {', '.join(bad)}; is it from agon.py?")
     torch.set_num_threads(config["threads"])  # as in training, so that the same seed gives the same samples
     return config, load_pair(config["base"], folder, four_bit=config["four_bit"])
 
@@ -294,9 +285,11 @@ def saved_direction(folder: Path, config: dict) -> tuple[str, str]:
     """(drafter, challenger) as picked on validation when the run ended; A>B if it never got that far."""
     try:
         drafter, challenger = json.loads((folder / "results.json").read_text(encoding="utf-8"))["direction"].split(">")
+        if drafter in ADAPTERS and challenger in ADAPTERS:
+            return drafter, challenger
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        drafter, challenger = policies_of(config)[0], policies_of(config)[-1]
-    return drafter, challenger
+        pass  # an interrupted run has no results yet
+    return policies_of(config)[0], policies_of(config)[-1]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -311,6 +304,8 @@ def main(argv: list[str] | None = None) -> int:
         command.add_argument("--seed", type=int, default=EVAL_SEED, help="sampling seed")
     args = parser.parse_args(argv)
     try:
+        if args.seed < 0:
+            raise ValueError(f"--seed {args.seed}: must be 0 or more")
         problems = [congruence(args.problem)] if args.command == "ask" else []
         config, pair = load_run(args.run)
         test, validation = (load_problems(config["task"], split) for split in ("test", "validation"))

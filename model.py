@@ -6,7 +6,6 @@ Shape alphabet of the whole project: B rows, T tokens, P prompt, C completion, V
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import warnings
 from collections.abc import Sequence
@@ -78,6 +77,8 @@ def load_pair(
     Raises ValueError with one line for a base or an adapter that cannot be read.
     """
     base = EMBEDDED if base == "tiny" else base
+    if str(base).count("/") != 1 and not Path(base).is_dir():  # a hub id has exactly one slash
+        raise ValueError(f"no base model folder {str(base)!r} (give a folder, a hub id owner/name, or 'tiny')")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     # bf16 compute is slow on CPUs, and fp32 there makes every equality test meaningful.
     dtype = torch.float32 if device == "cpu" else "auto"
@@ -98,10 +99,18 @@ def load_pair(
         model = AutoModelForCausalLM.from_pretrained(
             base, dtype=dtype, device_map={"": device}, quantization_config=quantization
         )
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         raise ValueError(f"cannot load the base model {str(base)!r}: {first_line(error)}") from error
+    if not tokenizer.encode("1", add_special_tokens=False):  # what the loader makes of a folder without tokenizer.json
+        raise ValueError(f"the tokenizer of {str(base)!r} knows no tokens; is tokenizer.json missing?")
     if tokenizer.chat_template is None:
         raise ValueError(f"{str(base)!r} has no chat template; Agon's prompts need an instruction-tuned model")
+
+    # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first inference for a kernel that has no
+    # backward: after sampling once, gradients would stop at every frozen layer, without an error.
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
     # The library default would be to freeze what is loaded and trust missing keys; we build both adapters first and
     # then demand that a saved file fills exactly the tensors that are there.
@@ -111,8 +120,13 @@ def load_pair(
     if run is not None:
         configs = {name: read_adapter_config(run / name) for name in ADAPTERS}
     torch.manual_seed(seed)  # before the adapters exist, or lora_A would differ between runs of one seed
-    peft_model = get_peft_model(model, configs["A"], adapter_name="A")
-    peft_model.add_adapter("B", configs["B"])
+    try:
+        peft_model = get_peft_model(model, configs["A"], adapter_name="A")
+        peft_model.add_adapter("B", configs["B"])
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"cannot put the adapters of {run or 'a new pair'} on the base: {first_line(error)}"
+        ) from error
     parameters = {
         name: {key: p for key, p in peft_model.named_parameters() if f".{name}." in key and "lora_" in key}
         for name in ADAPTERS
@@ -145,7 +159,7 @@ def read_adapter_config(folder: Path) -> LoraConfig:
         raise ValueError(f"no adapter in {folder} (expected adapter_config.json and adapter_model.safetensors)")
     try:
         return LoraConfig.from_pretrained(folder)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, KeyError, OSError) as error:
         raise ValueError(f"damaged adapter config in {folder}: {first_line(error)}") from error
 
 
@@ -158,6 +172,8 @@ def load_adapter(peft_model: PeftModel, name: str, folder: Path) -> None:
         raise ValueError(f"damaged or missing adapter weights in {folder}: {first_line(error)}") from error
     if {k: v.shape for k, v in saved.items()} != expected:
         raise ValueError(f"the adapter in {folder} does not fit this base: {len(expected)} tensors expected")
+    if not all(tensor.isfinite().all() for tensor in saved.values()):
+        raise ValueError(f"the adapter in {folder} holds values that are not finite")
     set_peft_model_state_dict(peft_model, saved, adapter_name=name)
 
 
