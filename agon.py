@@ -39,6 +39,7 @@ from tqdm import tqdm
 from cascade import (
     OneLineParser,
     Stage,
+    bonus_of,
     cascade,
     complain,
     draft_stage,
@@ -111,6 +112,8 @@ class Config:
         for name in ("eval_temperature", "format_weight", "b_init_std", "seed"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0 or more")
+        if self.seed >= 2**32:
+            raise ValueError(f"--seed {self.seed}: must be below 2**32")
         for name in ("warmup", "decay_from", "lr_end"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must lie in 0..1")
@@ -254,7 +257,7 @@ def agon_step(
         ("draft", drafts, [draft_reward(c, phi, lam) for c, phi in zip(drafts.correct, drafts.phi, strict=True)])
     ]
     if challenges:
-        bonus = 1.0 if config.method == "agon" else 0.0
+        bonus = bonus_of(vars(config))
         rows = zip(challenges.correct, drafts.correct, challenges.phi, strict=True)
         streams.append(("challenge", challenges, [challenge_reward(b, a, phi, lam, bonus) for b, a, phi in rows]))
 
@@ -315,7 +318,7 @@ def train(config: Config, folder: Path, pair: Pair, problems: Sequence[Problem])
         for name in policies_of(vars(config))
     }
     stream = problem_stream(problems, config.seed)
-    bonus = 1.0 if config.method == "agon" else 0.0
+    bonus = bonus_of(vars(config))
     history: list[dict] = []
     bar = tqdm(total=config.steps, unit="step", mininterval=0.2 if sys.stderr.isatty() else 15, dynamic_ncols=True)
     with (
@@ -474,18 +477,20 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         history = train(config, folder, pair, train_set)
+        draw_curves(history, folder / "curves.png", config.method)
+        print(f"evaluating on {len(test)} test problems ...", flush=True)
+        result = evaluate(pair, test, validation, policies, **sampling)
+        drafts, challenges = cascade(pair, test[:100], *result["direction"].split(">"), **sampling)
     except KeyboardInterrupt:
         print(f"\ninterrupted; the adapters are saved. Evaluate them: python cascade.py eval --run {folder}")
         return 130
-    except FloatingPointError as error:
+    except FloatingPointError as error:  # the run diverged
         return complain("agon.py", error)
 
-    draw_curves(history, folder / "curves.png", config.method)
-    print(f"evaluating on {len(test)} test problems ...", flush=True)
-    result = evaluate(pair, test, validation, policies, **sampling)
     (folder / "results.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    drafts, challenges = cascade(pair, test[:100], *result["direction"].split(">"), **sampling)
-    exchanges = telling_exchanges(exchange_records(test, drafts, challenges, config.format_weight))
+    exchanges = telling_exchanges(
+        exchange_records(test, drafts, challenges, config.format_weight, bonus_of(vars(config)))
+    )
     write_report(config, folder, result, exchanges)
     print("\n" + format_table(result) + "\n")
     for record in exchanges:

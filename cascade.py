@@ -281,6 +281,11 @@ def policies_of(config: dict) -> tuple[str, ...]:
     return ("A",) if config["method"] == "grpo" else ("A", "B")
 
 
+def bonus_of(config: dict) -> float:
+    """The weight of the conversion bonus, which is all that tells Agon from the cooperative exchange."""
+    return 1.0 if config["method"] == "agon" else 0.0
+
+
 def saved_direction(folder: Path, config: dict) -> tuple[str, str]:
     """(drafter, challenger) as picked on validation when the run ended; A>B if it never got that far."""
     try:
@@ -312,14 +317,18 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return complain(parser.prog, error)
     sampling = {**eval_sampling(config), "seed": args.seed}
-    if args.command == "ask":
+    try:
+        if args.command == "eval":
+            print(format_table(evaluate(pair, test, validation, policies_of(config), **sampling)))
+            return 0
         drafter, challenger = args.direction.split(">") if args.direction else saved_direction(args.run, config)
         drafts, challenges = cascade(pair, problems, drafter, challenger, **sampling)
-        print(format_exchange(exchange_records(problems, drafts, challenges)[0], sys.stdout.isatty()))
-        answer = extract_answer(challenges.texts[0])
-        print(f"answer      {answer if answer is not None else '(none: the challenge never closed its answer)'}")
-    else:
-        print(format_table(evaluate(pair, test, validation, policies_of(config), **sampling)))
+    except FloatingPointError as error:  # a pair that diverged
+        return complain(parser.prog, error)
+    record = exchange_records(problems, drafts, challenges, bonus=bonus_of(config))[0]
+    print(format_exchange(record, sys.stdout.isatty()))
+    answer = extract_answer(challenges.texts[0])
+    print(f"answer      {answer if answer is not None else '(none: the challenge never closed its answer)'}")
     return 0
 
 
