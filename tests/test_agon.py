@@ -1098,3 +1098,40 @@ def test_no_flags_give_the_defaults_and_flags_their_values():
 
 def test_defaults_pass_their_own_check():
     Config().check()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# README and the house
+
+ROOT = Path(agon.__file__).parent
+
+
+def test_every_name_the_readme_points_to_exists():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"`((?:reward|model|rollout|cascade|agon)\.(?!py)\w+)`", text))
+    assert len(names) >= 15, "the page of equations is gone"
+    for name in names:
+        module, attribute = name.split(".")
+        assert hasattr(__import__(module), attribute), f"README points to {name}, which is not there"
+
+
+def test_every_flag_the_readme_shows_exists():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    known = {f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(Config)} | {"--run", "--help"}
+    shown = {flag for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text) if flag}
+    assert shown <= known, f"README shows flags that do not exist: {shown - known}"
+
+
+@pytest.mark.parametrize(
+    ("module", "may_import"),
+    [
+        ("reward", set()),
+        ("model", set()),
+        ("rollout", {"reward", "model"}),
+        ("cascade", {"reward", "model", "rollout"}),
+    ],
+)
+def test_a_module_imports_only_the_rooms_below_it(module, may_import):
+    source = (ROOT / f"{module}.py").read_text(encoding="utf-8")
+    ours = set(re.findall(r"^\s*(?:from|import) (reward|model|rollout|cascade|agon)\b", source, flags=re.MULTILINE))
+    assert ours <= may_import
