@@ -98,28 +98,23 @@ class Config:
 
     def check(self) -> None:
         """Raise ValueError with one line (what, why, the mend) before anything is loaded."""
-        if self.method not in ("agon", "coop", "grpo"):
-            raise ValueError(f"--method {self.method}: choose agon, coop or grpo")
-        if self.group_size < 2:
-            raise ValueError(f"--group-size {self.group_size}: a group needs at least 2 rows to compare")
-        for name in ("steps", "problems_per_step", "max_tokens", "inner_epochs", "micro_tokens", "rollout_rows",
-                     "lora_rank", "lora_alpha", "threads"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be at least 1")
-        for name in ("lr", "temperature", "grad_clip", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be above 0")
-        for name in ("eval_temperature", "format_weight", "b_init_std", "seed"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 0 or more")
-        if self.seed >= 2**32:
-            raise ValueError(f"--seed {self.seed}: must be below 2**32")
-        for name in ("warmup", "decay_from", "lr_end"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must lie in 0..1")
-        for name in ("top_p", "eval_top_p"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: must lie above 0, up to 1")
+        counts = ("steps", "problems_per_step", "max_tokens", "inner_epochs", "micro_tokens", "rollout_rows")
+        sizes = ("lora_rank", "lora_alpha", "threads")
+        rules = [
+            (("method",), lambda v: v in ("agon", "coop", "grpo"), "choose agon, coop or grpo"),
+            (("group_size",), lambda v: v >= 2, "a group needs at least 2 rows to compare"),
+            (counts + sizes, lambda v: v >= 1, "must be at least 1"),
+            (("lr", "temperature", "grad_clip", "clip"), lambda v: 0 < v < math.inf, "must be above 0"),
+            (("eval_temperature", "format_weight", "b_init_std"), lambda v: 0 <= v < math.inf, "must be 0 or more"),
+            (("seed",), lambda v: 0 <= v < 2**32, "must be 0 or more, below 2**32"),
+            (("decay_from", "lr_end"), lambda v: 0 <= v <= 1, "must lie in 0..1"),
+            (("warmup",), lambda v: 0 <= v <= self.decay_from, "must lie in 0..1 and end before --decay-from"),
+            (("top_p", "eval_top_p"), lambda v: 0 < v <= 1, "must lie above 0, up to 1"),
+        ]
+        for names, holds, mend in rules:
+            for name in names:
+                if not holds(getattr(self, name)):
+                    raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {mend}")
 
 
 # ---------------------------------------------------------------------------------------------------------------
