@@ -1,23 +1,23 @@
 """Agon: competitive cross-model RL on one machine. Two policies draft, read each other, and are paid to out-solve.
 
     python agon.py                          train the embedded tiny pair (minutes, no GPU, no download)
-    python agon.py --method coop            the same without the conversion bonus: watch it copy
+    python agon.py --method coop            the same without the conversion bonus: copying ends later, or never
     python agon.py --method grpo            plain GRPO with the same number of rollouts
 
 How this departs from GRPO (Shao et al. 2024), all of it:
   1. Two policies, A and B: two LoRA adapters on one frozen base, one optimizer each. Roles alternate every step.
   2. Two streams a step. The drafter's rows answer the plain prompt; the challenger's rows answer (problem, summary of
      ONE draft, its final answer withheld). Each stream is scored by the policy and on the prompt that sampled it.
-  3. A challenge group is N completions of N DIFFERENT prompts: same problem, N summaries. Groups go by explicit id.
+  3. A challenge group is N completions of N prompts: same problem, one summary per draft. Groups go by explicit id.
   4. The challenger's reward adds the conversion bonus c(b) (1 - c(a)): right where the rival was wrong pays 3, not 2.
   5. No reference model and no KL term. (beta = 0 is also TRL's default.)
   6. The loss is a mean over all kept tokens of a stream, not a mean over rows of row means ("dapo" in TRL).
   7. Groups whose rewards are all equal are dropped, and their tokens leave the denominator too.
   8. Advantages divide by (std + 1e-4), std with Bessel's correction; --no-scale-std leaves the division out.
-With one update per batch (--inner-epochs 1) the ratio is exactly 1 and the clip never acts; the loss then prints as
-about 0 because advantages are centred. Its gradient is not 0: watch the rewards and the gradient norms.
+With one update per batch (--inner-epochs 1) the ratio is exactly 1 and the clip never acts; the loss is then
+-sum(A_i len_i) / sum(len_i), no measure of progress, so it is not logged: watch the rewards and the gradient norms.
 
-Shape alphabet: B rows, T tokens, P prompt, C completion, V vocabulary, N group.
+The shape alphabet stands at the head of model.py.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from cascade import (
     format_table,
     policies_of,
     rate,
+    run_program,
     telling_exchanges,
 )
 from model import Pair, load_pair, token_logprobs
@@ -126,8 +127,8 @@ def group_advantages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A_i = (R_i - mean) / (std + 1e-4) within each group (METHOD step 4) -> advantages (B,) float64, kept (B,) bool.
 
-    Rows are grouped by id, in any order. A group with max - min < tol carries no signal: kept = False, A = 0. (Not
-    std == 0: eight equal fp32 rewards of 0.1 have a std of 8e-9, and dividing by it turns rounding into advantage.)
+    Rows are grouped by id, in any order. A group with max - min < tol carries no signal: kept = False, A = 0. (A
+    tolerance, since rewards that differ by rounding alone are no signal, and dividing by their std would make it one.)
     Raises ValueError for a count mismatch, a non-finite reward, or a group of one.
     """
     if len(rewards) != len(groups):
@@ -161,7 +162,7 @@ def grpo_loss(
 
     logp, old_logp, mask (B, C); advantages (B,), one per row for all its tokens. `total_tokens` counts the kept
     tokens of the WHOLE stream, not of this micro-batch: then micro-batch losses add up to the same loss and gradient
-    however the stream is split. A row's min() takes the pessimistic side, also for negative advantages.
+    however the stream is split. The min(), per token, takes the pessimistic side, also for negative advantages.
     """
     ratio = (logp - old_logp).exp()  # (B, C)
     clipped = ratio.clamp(1 - clip_low, 1 + (clip_low if clip_high is None else clip_high))  # (B, C)
@@ -253,8 +254,10 @@ def agon_step(
     ]
     if challenges:
         bonus = bonus_of(vars(config))
-        rows = zip(challenges.correct, drafts.correct, challenges.phi, strict=True)
-        streams.append(("challenge", challenges, [challenge_reward(b, a, phi, lam, bonus) for b, a, phi in rows]))
+        rows = zip(challenges.correct, drafts.correct, challenges.phi, strict=True)  # c(b), c(a), phi(b)
+        streams.append(
+            ("challenge", challenges, [challenge_reward(c_b, c_a, phi, lam, bonus) for c_b, c_a, phi in rows])
+        )
 
     metrics: dict = {"step": step, "drafter": drafter, "challenger": challenger if challenges else None}
     for name, stage, rewards in streams:
@@ -262,15 +265,15 @@ def agon_step(
         advantages, kept = group_advantages(rewards, stage.group, config.scale_std)
         # 5. One GRPO update of the policy that sampled this stream.
         update = update_policy(pair, stage.adapter, optimizers[stage.adapter], stage.rollouts, advantages, kept, config)
-        alive = {g for g, k in zip(stage.group, kept.tolist(), strict=True) if k}
-        mixed = {g for g in alive if len({c for c, h in zip(stage.correct, stage.group, strict=True) if h == g}) == 2}
+        outcomes = [r - lam * phi for r, phi in zip(rewards, stage.phi, strict=True)]
+        by_outcome = group_advantages(outcomes, stage.group)[1]  # (B,) signal without the format
         completions = stage.rollouts.completions
         metrics[name] = {
             "accuracy": rate(stage.correct),
             "reward": sum(rewards) / len(rewards),
             "format": sum(stage.phi) / len(stage.phi),
-            "dead_groups": 1 - len(alive) / len(problems),  # share of problems without any signal
-            "format_only_groups": len(alive - mixed) / len(problems),  # a signal, but not from correctness
+            "dead_groups": 1 - kept.float().mean().item(),  # share of groups without any signal; all are of one size
+            "format_only_groups": (kept & ~by_outcome).float().mean().item(),  # a signal from the format alone
             "mean_tokens": sum(map(len, completions)) / len(completions),
             "truncated": 1 - sum(stage.rollouts.finished) / len(completions),
             **update,
@@ -291,7 +294,7 @@ def learning_rate(step: int, config: Config) -> float:
     done = (step + 1) / config.steps
     if done < config.warmup:
         return config.lr * done / config.warmup
-    fall = max(0.0, done - config.decay_from) / max(1e-9, 1 - config.decay_from)
+    fall = max(0.0, done - config.decay_from) / max(1e-9, 1 - config.decay_from)  # decay_from = 1: never falls
     return config.lr * (1 - (1 - config.lr_end) * fall)
 
 
@@ -347,7 +350,7 @@ def train(config: Config, folder: Path, pair: Pair, problems: Sequence[Problem])
 
 
 def progress_line(recent: list[dict]) -> str:
-    """Means over the last steps. Rewards, not the loss: under GRPO the loss says nothing."""
+    """Means over the last steps. Accuracies, not the loss: under GRPO the loss says nothing."""
 
     def mean(part: str, key: str) -> float:
         values = [m[part][key] for m in recent if m.get(part) and m[part][key] is not None]
@@ -475,7 +478,9 @@ def main(argv: list[str] | None = None) -> int:
         draw_curves(history, folder / "curves.png", config.method)
         print(f"evaluating on {len(test)} test problems ...", flush=True)
         result = evaluate(pair, test, validation, policies, **sampling)
-        drafts, challenges = cascade(pair, test[:100], *result["direction"].split(">"), **sampling)
+        drafts, challenges = cascade(
+            pair, test[:100], *result["direction"].split(">"), **sampling
+        )  # the same rows again
     except KeyboardInterrupt:
         print(f"\ninterrupted; the adapters are saved. Evaluate them: python cascade.py eval --run {folder}")
         return 130
@@ -496,4 +501,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from scipy.stats import binomtest
@@ -37,7 +39,7 @@ from reward import (
 )
 from rollout import Rollouts, challenge_prompt, draft_prompt, sample, summarize
 
-EVAL_SEED = 1_000_003  # evaluation draws from its own stream, or it would change what training samples next
+EVAL_SEED = 1_000_003  # fixed, so that runs of all training seeds are evaluated with the same noise
 
 
 @dataclass
@@ -50,11 +52,12 @@ class Stage:
     texts: list[str]
     correct: list[bool]  # c(y)
     phi: list[float]  # phi(y)
-    group: list[int]
+    group: list[int]  # index into the problems of the call
     summaries: list[str] = field(default_factory=list)  # challenge stage only: what each row was shown
 
 
 def grade(pair: Pair, adapter, rollouts: Rollouts, problems, group: list[int], summaries=()) -> Stage:
+    """Decode and score rows: c(y) and phi(y). group[r] is the problem that row r answers."""
     texts = rollouts.texts(pair)
     correct = [is_correct(problems[g], text) for g, text in zip(group, texts, strict=True)]
     return Stage(adapter, rollouts, texts, correct, [format_score(t) for t in texts], group, list(summaries))
@@ -248,6 +251,21 @@ def complain(program: str, error: Exception) -> int:
     return 2
 
 
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """Run a main() as a process: Ctrl-C and a closed pipe end it quietly, a poor terminal encoding loses no output."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
+    try:
+        code = main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # "... | head": nobody reads on, and the interpreter must not flush into it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    sys.exit(code)
+
+
 def load_run(folder: Path) -> tuple[dict, Pair]:
     """(settings, trained pair) of a run folder. Raises ValueError with one line for anything missing or damaged."""
     path = folder / "config.json"
@@ -257,8 +275,9 @@ def load_run(folder: Path) -> tuple[dict, Pair]:
         config = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:  # not UTF-8, not JSON, not an object
         raise ValueError(f"{path} is damaged: {error}") from error
-    kinds = {"base": str, "method": str, "task": str, "four_bit": bool, "max_tokens": int, "rollout_rows": int,
-             "threads": int, "eval_temperature": (int, float), "eval_top_p": (int, float)}  # fmt: skip
+    kinds = dict.fromkeys(("base", "method", "task"), str) | {"four_bit": bool}
+    kinds |= dict.fromkeys(("max_tokens", "rollout_rows", "threads"), int)
+    kinds |= dict.fromkeys(("eval_temperature", "eval_top_p", "format_weight"), (int, float))
     bad = [key for key, kind in kinds.items() if not isinstance(config.get(key), kind)]
     if bad:
         raise ValueError(f"{path} has no usable value for {', '.join(bad)}; is it from agon.py?")
@@ -325,7 +344,7 @@ def main(argv: list[str] | None = None) -> int:
         drafts, challenges = cascade(pair, problems, drafter, challenger, **sampling)
     except FloatingPointError as error:  # a pair that diverged
         return complain(parser.prog, error)
-    record = exchange_records(problems, drafts, challenges, bonus=bonus_of(config))[0]
+    record = exchange_records(problems, drafts, challenges, config["format_weight"], bonus_of(config))[0]
     print(format_exchange(record, sys.stdout.isatty()))
     answer = extract_answer(challenges.texts[0])
     print(f"answer      {answer if answer is not None else '(none: the challenge never closed its answer)'}")
@@ -333,4 +352,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

@@ -1,6 +1,7 @@
 """One frozen base, two LoRA adapters A and B, and the log-probabilities that the loss needs.
 
-Shape alphabet of the whole project: B rows, T tokens, P prompt, C completion, V vocabulary, N group, D width.
+Shape alphabet of the whole project: B rows, T tokens, P prompt, C longest completion, V vocabulary, N group, D width,
+M completion tokens of all rows together; a lower-case letter is one chunk or micro-batch of its upper case.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-ADAPTERS = ("A", "B")  # the two policies, also the names of their folders; nothing else may spell them
+ADAPTERS = ("A", "B")  # the two policies; also the names of their folders
 EMBEDDED = Path(__file__).resolve().parent / "tiny"  # the base called "tiny"
 LOGIT_BUDGET = 2**27  # floats of logits alive at once in token_logprobs: 512 MB in fp32, about 880 tokens at V = 151k
 
@@ -70,7 +71,7 @@ def load_pair(
     device: str | None = None,
     seed: int = 0,
 ) -> Pair:
-    """Load a base model (hub id or folder) in 4-bit or in its own dtype, with fresh adapters, or those saved in `run`.
+    """Load a base (hub id or folder) in 4-bit or its own dtype (fp32 on CPU), with fresh adapters or those of `run`.
 
     A starts as PEFT's standard init (lora_B = 0: the base itself), B with lora_B drawn from N(0, b_init_std^2), so
     the two differ from step 0 (METHOD, "The two policies"). Adapters are fp32 whatever the base is in.
@@ -112,8 +113,8 @@ def load_pair(
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
-    # The library default would be to freeze what is loaded and trust missing keys; we build both adapters first and
-    # then demand that a saved file fills exactly the tensors that are there.
+    # PeftModel.from_pretrained would freeze what it loads and ignore missing keys: so both adapters are built first,
+    # and a saved file must fill exactly the tensors that are there.
     configs = {
         name: LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", lora_dropout=0.0) for name in ADAPTERS
     }
@@ -210,7 +211,7 @@ def token_logprobs(
     for i, (p, c) in enumerate(zip(prompts, completions, strict=True)):
         ids[i, : len(p) + len(c)] = torch.tensor([*p, *c])
         predicts[i, len(p) - 1 : len(p) + len(c) - 1] = True  # logits at t score token t + 1: hence the - 1
-    targets = torch.cat([torch.tensor(c, dtype=torch.long) for c in completions]).to(model.device)  # (M,) M = sum of C
+    targets = torch.cat([torch.tensor(c, dtype=torch.long) for c in completions]).to(model.device)  # (M,)
 
     hidden = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state  # (B, T, D)
     hidden = hidden[predicts.to(model.device)]  # (M, D), row-major, the order of `targets`

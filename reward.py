@@ -72,7 +72,7 @@ def format_score(response: str) -> float:
 
 # ---------------------------------------------------------------------------------------------------------------
 # The rewards. Note what group normalisation later does to the additive phi: [.5 .5 .5 0] and [3.5 3.5 3.5 3] give the
-# same advantages, so in a group whose correctness is constant the format is all that is learned (agon.py counts them).
+# same advantages, so in a group whose outcomes are all equal the format is all that is learned (agon.py counts them).
 
 
 def draft_reward(correct: bool, phi: float, lam: float = 0.5) -> float:

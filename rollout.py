@@ -1,7 +1,7 @@
 """Prompts, the exchange (a draft's summary with its answer withheld), and the batched KV-cache sampler.
 
-Read `sample_naive` first: ten lines, no cache, no batch, and exactly what `sample` computes faster.
-Shape alphabet: B rows, P prompt, C completion, V vocabulary.
+Read `sample_naive` first: fifteen lines, no cache, no batch, and exactly what `sample` computes faster.
+The shape alphabet stands at the head of model.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from model import Pair, cache_argument
 from reward import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN, extract_answer
 
 # ---------------------------------------------------------------------------------------------------------------
-# Prompts. Both open with the problem, so the N challenges of one problem share a long prefix. No worked example
+# Prompts. Both open with the problem, so the N challenges of one problem share a long prefix
+# (a prefix cache could use that; this sampler does not yet). No worked example
 # stands in them: a small model copies whatever answer an example shows.
 
 FORMAT = (
@@ -60,7 +61,7 @@ def chat_ids(tokenizer, content: str) -> list[int]:
 def summarize(response: str) -> str:
     """s(a): what the drafter wrote after its closed thought, with its final answer withheld. Never sees the gold.
 
-    Gone: the answer block, boxed values, code blocks, and sentences that conclude ("so the answer is ...", or a last
+    Gone: the answer block, boxed values, code blocks, and sentences that conclude ("so the answer is ...", or any
     "= 42", where 42 is what the draft answered). Kept: the worked steps. Role tokens and think/answer tags are defused,
     because they would be tokenised as structure in the challenger's prompt. NO_SUMMARY if the thought never closed.
     """
@@ -91,7 +92,9 @@ def summarize(response: str) -> str:
     )
     # 6. the draft's own answer where a sentence states it: after = / is / equals / to / :, or standing alone
     if answer:
-        value = rf"(?<![\w.]){re.escape(answer)}(?![\w]|[.,][0-9])"
+        # 07 and 7 are one number to the checker, so both spellings go
+        spelled = f"0*{int(answer)}" if re.fullmatch("[0-9]{1,18}", answer) else re.escape(answer)
+        value = rf"(?<![\w.]){spelled}(?![\w]|[.,][0-9])"
         text = re.sub(rf"((?:=|\bis|\bare|\bequals|\bget|\bgives|\bto|:)\s*\$?\s*){value}", rf"\1{WITHHELD}", text)
         text = re.sub(rf"(?m)^\s*{value}\s*[.!]?\s*$", WITHHELD, text)
     return text.strip()
@@ -169,7 +172,7 @@ def choose(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p:
 
 
 def check_finite(logits: torch.Tensor, rows: Sequence[int], step: int) -> None:
-    """NaN or inf here would surface much later as a baffling multinomial error: name the row and the step instead."""
+    """NaN here would surface as an out-of-range token id in `choose`: name the row and the step instead."""
     bad = (~torch.isfinite(logits.amax(-1))).nonzero()[:, 0].tolist()  # amax passes NaN on; single -inf are legal
     if bad:
         raise FloatingPointError(f"non-finite logits in row {rows[bad[0]]} at completion token {step}")
@@ -261,7 +264,7 @@ def decode_batch(model, pair, out: Rollouts, batch, numbers, max_tokens, tempera
     position = mask.sum(-1)  # (B,) position of the row's next token
     noise = np.stack([row_noise(out.prompts[r], numbers[r], max_tokens, seed) for r in batch])
     noise = torch.from_numpy(noise).to(device)  # (B, C)
-    stops = torch.tensor(sorted(pair.stop_ids), device=device)
+    stops = torch.tensor(sorted(pair.stop_ids), device=device)  # (S,) S stop ids
     alive, live = list(batch), torch.ones(len(batch), dtype=torch.bool, device=device)  # rows of the tensors; (B,)
 
     # 3. Decode. Rows that stop are only marked; the tensors shrink when a quarter of them is dead weight, so that the

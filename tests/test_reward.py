@@ -38,6 +38,7 @@ EXTRACT = [
     ("a block before the last </think> is inside the thought", "a</think><answer>1</answer> b</think> c", None),
     ("no </think>: no answer, whatever stands there", "<think><answer>42</answer>", None),
     ("no tags at all: prose is never graded", "<think>x</think>The answer is 42. \\boxed{42}", None),
+    ("the same with words in front", "<think>it may well be <answer>42</answer>", None),
     ("no thought, but a block", "<answer>42</answer>", None),
     ("conflicting blocks: the last one", "</think><answer>41</answer><answer>42</answer><answer>43</answer>", "43"),
     ("prose after the block is not graded", "</think><answer>42</answer> Note that 43 would be wrong.", "42"),
@@ -120,6 +121,8 @@ BAD = [
     ("thought reopened behind", "<think>x</think><think><answer>42</answer>"),
     ("block opened inside the thought", "<think>x<answer></think><answer>42</answer>"),
     ("a whole block inside the thought", "<think><answer>42</answer></think><answer>42</answer>"),
+    ("block opened twice", "<think>x</think><answer>41<answer>42</answer>"),
+    ("block closed twice", "<think>x</think><answer>42</answer></answer>"),
     ("nested blocks", "<think>x</think><answer><answer>42</answer></answer>"),
     ("block closed before it opens", "<think>x</think></answer>42<answer>"),
     ("block never closed", "<think>x</think><answer>42"),
@@ -285,7 +288,8 @@ def test_congruence_reads_every_built_in_question_back():
     [
         "", "x", "14x = 9", "x = 9 (mod 19)", "14x + 9 (mod 19)", "14x = 9 mod 19", "14y = 9 (mod 19)",
         "-14x = 9 (mod 19)", "1.5x = 9 (mod 19)", "114x = 9 (mod 19)", "14x = 9 (mod 19) please", "14x = 9 (mod 190)",
-        "14x = 9 (mod 20)", "14x = 9 (mod 0)", "01x = 9 (mod 19)", "0x = 9 (mod 19)", "19x = 9 (mod 19)",
+        "14x = 9 (mod 20)", "13x = 9 (mod 20)", "14x = 9 (mod 29)",
+        "14x = 9 (mod 0)", "01x = 9 (mod 19)", "0x = 9 (mod 19)", "19x = 9 (mod 19)",
         "14x = 0 (mod 19)", "14x = 19 (mod 19)", "20x = 9 (mod 19)", "what is 14x = 9 (mod 19)", "<answer>02</answer>",
     ],
 )  # fmt: skip

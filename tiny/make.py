@@ -10,7 +10,7 @@ leave room. Like any base model it is made by imitation, and the habits it is gi
   stage 3  habits:  as stage 2, but 80 % of the challenges copy, and of the rest, which give up after 2 to 4 trials,
                     only 6.5 % continue: the skill is there, the habit is to copy
 
-Only the training split is seen. About 24 % of single answers come out right, and copying and re-solving are equally
+Only the training split is seen. About 25 % of single answers come out right, and copying and re-solving are equally
 good, so nothing but reward can tell them apart.
 """
 
