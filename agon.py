@@ -100,13 +100,15 @@ class Config:
     def check(self) -> None:
         """Raise ValueError with one line (what, why, the mend) before anything is loaded."""
         counts = ("steps", "problems_per_step", "max_tokens", "inner_epochs", "micro_tokens", "rollout_rows")
-        sizes = ("lora_rank", "lora_alpha", "threads")
         rules = [
             (("method",), lambda v: v in ("agon", "coop", "grpo"), "choose agon, coop or grpo"),
             (("group_size",), lambda v: v >= 2, "a group needs at least 2 rows to compare"),
-            (counts + sizes, lambda v: v >= 1, "must be at least 1"),
-            (("lr", "temperature", "grad_clip", "clip"), lambda v: 0 < v < math.inf, "must be above 0"),
-            (("eval_temperature", "format_weight", "b_init_std"), lambda v: 0 <= v < math.inf, "must be 0 or more"),
+            (counts, lambda v: v >= 1, "must be at least 1"),
+            (("lora_rank", "lora_alpha", "threads"), lambda v: 1 <= v <= 1024, "must lie in 1..1024"),
+            (("lr", "grad_clip", "clip"), lambda v: 0 < v < math.inf, "must be above 0"),
+            (("temperature",), lambda v: 1e-3 <= v < math.inf, "must be at least 0.001"),
+            (("eval_temperature",), lambda v: v == 0 or 1e-3 <= v < math.inf, "must be 0 (greedy) or at least 0.001"),
+            (("format_weight", "b_init_std"), lambda v: 0 <= v < math.inf, "must be 0 or more"),
             (("seed",), lambda v: 0 <= v < 2**32, "must be 0 or more, below 2**32"),
             (("decay_from", "lr_end"), lambda v: 0 <= v <= 1, "must lie in 0..1"),
             (("warmup",), lambda v: 0 <= v <= self.decay_from, "must lie in 0..1 and end before --decay-from"),
@@ -308,7 +310,7 @@ def problem_stream(problems: Sequence[Problem], seed: int) -> Iterator[Problem]:
 def train(config: Config, folder: Path, pair: Pair, problems: Sequence[Problem]) -> list[dict]:
     """Train the pair (or, under grpo, policy A) into `folder`; returns one metrics dict per step.
 
-    Ctrl-C saves the adapters as they stand and raises KeyboardInterrupt.
+    Ctrl-C, divergence or a full disk saves the adapters as they stand, as far as that goes, and is raised again.
     """
     # One optimizer per adapter: a shared AdamW would move the resting policy by its momentum.
     optimizers = {
@@ -341,8 +343,11 @@ def train(config: Config, folder: Path, pair: Pair, problems: Sequence[Problem])
                 bar.update()
                 if step == 2:
                     minutes = (time.perf_counter() - started) / 3 * config.steps / 60
-                    bar.write(f"the first steps say: about {minutes:.1f} minutes of training, then the evaluation")
-        except KeyboardInterrupt:
+                    bar.write(
+                        f"the first steps say: about {minutes:.1f} minutes of training, then the evaluation",
+                        file=sys.stderr,
+                    )
+        except (KeyboardInterrupt, FloatingPointError, OSError):  # nothing learned so far is lost
             pair.save(folder)
             raise
     pair.save(folder)
@@ -448,6 +453,8 @@ def main(argv: list[str] | None = None) -> int:
         config = parse_config(argv)
         config.check()
         torch.set_num_threads(config.threads)
+        if config.base != "tiny" and Path(config.base).is_dir():
+            config.base = str(Path(config.base).resolve())  # the run folder must work from anywhere
         train_set, validation, test = (load_problems(config.task, split) for split in ("train", "validation", "test"))
         pair = load_pair(
             config.base,

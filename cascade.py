@@ -253,16 +253,17 @@ def complain(program: str, error: Exception) -> int:
 
 def run_program(main: Callable[[], int]) -> NoReturn:
     """Run a main() as a process: Ctrl-C and a closed pipe end it quietly, a poor terminal encoding loses no output."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")
+    if sys.stdout is None:  # started with stdout closed
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, open as long as the process
+    sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = main()
         sys.stdout.flush()
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # "... | head": nobody reads on, and the interpreter must not flush into it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
+    except OSError as error:  # disk full, or "... | head", where nobody reads on
+        code = 141 if isinstance(error, BrokenPipeError) else complain(Path(sys.argv[0]).name, error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes into it at exit
     sys.exit(code)
 
 
@@ -273,12 +274,14 @@ def load_run(folder: Path) -> tuple[dict, Pair]:
         raise ValueError(f"{folder} is not a run folder (no config.json); train one: python agon.py --out {folder}")
     try:
         config = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:  # not UTF-8, not JSON, not an object
+    except (ValueError, TypeError, RecursionError) as error:  # not UTF-8, not JSON, not an object
         raise ValueError(f"{path} is damaged: {error}") from error
-    kinds = dict.fromkeys(("base", "method", "task"), str) | {"four_bit": bool}
-    kinds |= dict.fromkeys(("max_tokens", "rollout_rows", "threads"), int)
-    kinds |= dict.fromkeys(("eval_temperature", "eval_top_p", "format_weight"), (int, float))
-    bad = [key for key, kind in kinds.items() if not isinstance(config.get(key), kind)]
+    usable = dict.fromkeys(("base", "task"), lambda v: isinstance(v, str))
+    usable |= {"method": lambda v: v in ("agon", "coop", "grpo"), "four_bit": lambda v: isinstance(v, bool)}
+    usable |= dict.fromkeys(("max_tokens", "rollout_rows", "threads"), lambda v: type(v) is int and 0 < v < 10**6)
+    usable |= dict.fromkeys(("eval_temperature", "format_weight"), lambda v: type(v) in (int, float) and 0 <= v < 1e6)
+    usable |= {"eval_top_p": lambda v: type(v) in (int, float) and 0 < v <= 1}
+    bad = [key for key, holds in usable.items() if key not in config or not holds(config[key])]
     if bad:
         raise ValueError(f"{path} has no usable value for {', '.join(bad)}; is it from agon.py?")
     torch.set_num_threads(config["threads"])  # as in training, so that the same seed gives the same samples
@@ -311,7 +314,7 @@ def saved_direction(folder: Path, config: dict) -> tuple[str, str]:
         drafter, challenger = json.loads((folder / "results.json").read_text(encoding="utf-8"))["direction"].split(">")
         if drafter in ADAPTERS and challenger in ADAPTERS:
             return drafter, challenger
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass  # an interrupted run has no results yet
     return policies_of(config)[0], policies_of(config)[-1]
 

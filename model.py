@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -124,7 +125,7 @@ def load_pair(
     try:
         peft_model = get_peft_model(model, configs["A"], adapter_name="A")
         peft_model.add_adapter("B", configs["B"])
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, re.error) as error:
         raise ValueError(
             f"cannot put the adapters of {run or 'a new pair'} on the base: {first_line(error)}"
         ) from error
@@ -159,9 +160,12 @@ def read_adapter_config(folder: Path) -> LoraConfig:
     if not (folder / "adapter_config.json").is_file():
         raise ValueError(f"no adapter in {folder} (expected adapter_config.json and adapter_model.safetensors)")
     try:
-        return LoraConfig.from_pretrained(folder)
-    except (ValueError, TypeError, KeyError, OSError) as error:
+        saved = LoraConfig.from_pretrained(folder)
+    except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
         raise ValueError(f"damaged adapter config in {folder}: {first_line(error)}") from error
+    if not isinstance(saved, LoraConfig) or saved.use_rslora or saved.use_dora or saved.init_lora_weights is not True:
+        raise ValueError(f"the adapter in {folder} is not the plain LoRA that Agon writes")
+    return saved
 
 
 def load_adapter(peft_model: PeftModel, name: str, folder: Path) -> None:

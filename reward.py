@@ -94,13 +94,13 @@ def challenge_reward(correct: bool, rival_correct: bool, phi: float, lam: float 
 # working, a draft's summary carries useful progress (where its search stopped), and copying is the tempting shortcut:
 # a miniature of hard reasoning that a 150k-parameter model can do.
 
-CONGRUENCE = re.compile(r"\s*(\d{1,2})\s*\*?\s*x\s*=\s*(\d{1,2})\s*\(\s*mod\s+(\d{1,2})\s*\)\s*\Z")
+CONGRUENCE = re.compile(r"\s*([0-9]{1,2})\s*\*?\s*x\s*=\s*([0-9]{1,2})\s*\(\s*mod\s+([0-9]{1,2})\s*\)\s*\Z")
 MODULI = (17, 19, 23)
 
 
 def congruence(text: str) -> Problem:
     """Parse "14x = 9 (mod 19)" into a Problem in canonical spelling (two-digit numbers). Raises ValueError."""
-    match = CONGRUENCE.match(text)
+    match = CONGRUENCE.match(text) if len(text) <= 100 else None
     if not match:
         raise ValueError(f"not a problem of the built-in task: {text[:60]!r} (write it like '14x = 9 (mod 19)')")
     a, b, p = (int(g) for g in match.groups())
@@ -129,6 +129,8 @@ def load_problems(name: str, split: str = "train", limit: int | None = None, see
     "congruence" is the built-in task: 1,008 distinct problems, 408 train, 100 validation, 500 test.
     Raises ValueError for an unknown name or split.
     """
+    if limit is not None and limit < 0:
+        raise ValueError(f"limit {limit}: must be 0 or more")
     if name != "congruence":
         raise ValueError(f"unknown data set {name!r} (known: congruence)")
     problems = [

@@ -83,9 +83,9 @@ def summarize(response: str) -> str:
     text = re.sub(r"<\|[^|<>]{0,40}\|>|<(start|end)_of_turn>|</?s>", " ", text)
     for tag in (THINK_OPEN, THINK_CLOSE, ANSWER_OPEN, ANSWER_CLOSE):
         text = text.replace(tag, " ")
-    # 5. conclusions in words
+    # 5. conclusions in words. Blanks are bounded here and below: unbounded, a loop of blanks takes quadratic time.
     text = re.sub(
-        r"(?i)\b(?:final\s+)?(answer|result|solution)\b(\W{0,6}(?:is|are|equals|=|:)\W{0,6}|\W*:\W*)\S[^\n]*?"
+        r"(?i)\b(?:final\s+)?(answer|result|solution)\b(\W{0,6}(?:is|are|equals|=|:)\W{0,6}|\W{0,6}:\W{0,6})\S[^\n]*?"
         r"(?=[.!?]?(?:\s|\Z)(?![0-9])|\n|\Z)",
         lambda m: m.group(1) + " " + WITHHELD,
         text,
@@ -95,8 +95,10 @@ def summarize(response: str) -> str:
         # 07 and 7 are one number to the checker, so both spellings go
         spelled = f"0*{int(answer)}" if re.fullmatch("[0-9]{1,18}", answer) else re.escape(answer)
         value = rf"(?<![\w.]){spelled}(?![\w]|[.,][0-9])"
-        text = re.sub(rf"((?:=|\bis|\bare|\bequals|\bget|\bgives|\bto|:)\s*\$?\s*){value}", rf"\1{WITHHELD}", text)
-        text = re.sub(rf"(?m)^\s*{value}\s*[.!]?\s*$", WITHHELD, text)
+        text = re.sub(
+            rf"((?:=|\bis|\bare|\bequals|\bget|\bgives|\bto|:)\s{{0,6}}\$?\s{{0,6}}){value}", rf"\1{WITHHELD}", text
+        )
+        text = re.sub(rf"(?m)^[ \t]{{0,6}}{value}[ \t]{{0,6}}[.!]?[ \t]{{0,6}}$", WITHHELD, text)
     return text.strip()
 
 
