@@ -80,7 +80,7 @@ def summarize(response: str) -> str:
     # 3. boxes, with balanced braces
     text = mask_boxes(text)
     # 4. role tokens and tags
-    text = re.sub(r"<\|[^|<>]{0,40}\|>|<(start|end)_of_turn>|</?s>", " ", text)
+    text = re.sub(r"<\|[^|<>]{0,40}\|?>|<[^|<>]{1,40}\|>|</?(?:s|bos|eos|pad|unk)>|<(?:start|end)_of_turn>", " ", text)
     for tag in (THINK_OPEN, THINK_CLOSE, ANSWER_OPEN, ANSWER_CLOSE):
         text = text.replace(tag, " ")
     # 5. conclusions in words. Blanks are bounded here and below: unbounded, a loop of blanks takes quadratic time.

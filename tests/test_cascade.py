@@ -480,6 +480,12 @@ def test_a_config_that_is_not_text_is_refused_in_one_line(capsys, run):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
+        ("method", "foo"),
+        ("threads", 0),
+        ("max_tokens", True),
+        ("eval_temperature", -1),
+        ("eval_temperature", float("nan")),
+        ("eval_top_p", 0),
         ("base", 5),
         ("base", None),
         ("task", "poetry"),
@@ -557,3 +563,13 @@ def test_as_a_process_a_mistake_is_exit_code_2_and_one_line(tmp_path):
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.splitlines()) == 1 and "nowhere" in done.stderr, done.stderr
     assert done.stdout == ""
+
+
+def test_a_reader_that_hangs_up_early_sees_no_traceback(finished):
+    """cascade.py ask ... | true"""
+    command = [sys.executable, cascade.__file__, "ask", "14x = 9 (mod 19)", "--run", str(finished)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 141 and errors == ""
