@@ -36,6 +36,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import reward
 from cascade import (
     OneLineParser,
     Stage,
@@ -49,13 +50,14 @@ from cascade import (
     exchange_records,
     format_exchange,
     format_table,
+    load_split,
     policies_of,
     rate,
-    run_program,
+    run_main,
     telling_exchanges,
 )
 from model import Pair, load_pair, token_logprobs
-from reward import Problem, challenge_reward, draft_reward, load_problems
+from reward import EVENTS, Problem, challenge_reward, draft_reward
 from rollout import Rollouts
 
 
@@ -69,7 +71,16 @@ class Config:
 
     method: str = knob("agon", "agon | coop (no bonus) | grpo (one policy, 2N drafts per problem)")
     base: str = knob("tiny", "base model: 'tiny' (embedded), a local folder or a hub id")
-    task: str = knob("congruence", "data set to train and evaluate on")
+    task: str = knob("congruence", "congruence | deepmath | codecontests | gsm8k | a .jsonl, .json or .parquet file")
+    data: str = knob("", "local copy (file or folder) of a task that is otherwise read from the hub")
+    question_column: str = knob("", "column of the question in a file of your own (default: the usual names)")
+    answer_column: str = knob("", "column of the gold answer in a file of your own (default: the usual names)")
+    tests_column: str = knob("", "column of the unit tests in a file of your own (default: tests)")
+    train_problems: int = knob(0, "training problems at most; 0: the task's own number")
+    eval_problems: int = knob(0, "validation and test problems at most, each; 0: the task's own number")
+    allow_unsandboxed_code: bool = knob(
+        False, "run model-written programs without bubblewrap: they can do what you can"
+    )
     seed: int = knob(0, "seed of adapters, problem order and sampling")
     steps: int = knob(240, "optimizer steps")
     problems_per_step: int = knob(16, "problems in one step; each costs 2N rollouts")
@@ -108,6 +119,7 @@ class Config:
             (("lr", "grad_clip", "clip"), lambda v: 0 < v < math.inf, "must be above 0"),
             (("temperature",), lambda v: 1e-3 <= v < math.inf, "must be at least 0.001"),
             (("eval_temperature",), lambda v: v == 0 or 1e-3 <= v < math.inf, "must be 0 (greedy) or at least 0.001"),
+            (("train_problems", "eval_problems"), lambda v: v >= 0, "must be 0 (the task's own number) or more"),
             (("format_weight", "b_init_std"), lambda v: 0 <= v < math.inf, "must be 0 or more"),
             (("seed",), lambda v: 0 <= v < 2**32, "must be 0 or more, below 2**32"),
             (("decay_from", "lr_end"), lambda v: 0 <= v <= 1, "must lie in 0..1"),
@@ -232,7 +244,7 @@ def agon_step(
     pair: Pair, optimizers: dict[str, torch.optim.Optimizer], problems: Sequence[Problem], step: int, config: Config
 ) -> tuple[dict, Stage, Stage | None]:
     """One step of METHOD.md on a batch of problems -> (metrics, drafts, challenges; None under grpo)."""
-    started = time.perf_counter()
+    started, events = time.perf_counter(), EVENTS.copy()
     sampling = dict(
         max_tokens=config.max_tokens,
         temperature=config.temperature,
@@ -281,6 +293,7 @@ def agon_step(
             **update,
         }
     metrics["rates"] = exchange_rates(drafts, challenges) if challenges else None
+    metrics["grader_events"] = dict(EVENTS - events)  # timeouts, memory, errors in grading: they counted as wrong
     sampled_tokens = sum(len(c) for _, stage, _ in streams for c in stage.rollouts.completions)
     metrics["seconds_sampling"], metrics["seconds_update"] = sampled - started, time.perf_counter() - sampled
     metrics["tokens_per_second"] = sampled_tokens / metrics["seconds_sampling"]
@@ -455,7 +468,8 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(config.threads)
         if config.base != "tiny" and Path(config.base).is_dir():
             config.base = str(Path(config.base).resolve())  # the run folder must work from anywhere
-        train_set, validation, test = (load_problems(config.task, split) for split in ("train", "validation", "test"))
+        reward.ALLOW_UNSANDBOXED = config.allow_unsandboxed_code
+        train_set, validation, test = (load_split(vars(config), split) for split in ("train", "validation", "test"))
         pair = load_pair(
             config.base,
             rank=config.lora_rank,
@@ -503,9 +517,10 @@ def main(argv: list[str] | None = None) -> int:
     for record in exchanges:
         print(format_exchange(record, sys.stdout.isatty()) + "\n")
     print(f"curves, report, metrics and adapters: {folder}")
-    print(f'try: python cascade.py ask "14x = 9 (mod 19)" --run {folder}')
+    question = "14x = 9 (mod 19)" if config.task == "congruence" else "..."
+    print(f'try: python cascade.py ask "{question}" --run {folder}')
     return 0
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_main(main)

@@ -26,6 +26,7 @@ from typing import NoReturn
 import torch
 from scipy.stats import binomtest
 
+import reward
 from model import ADAPTERS, Pair, load_pair
 from reward import (
     Problem,
@@ -216,17 +217,21 @@ def telling_exchanges(records: list[dict], limit: int = 3) -> list[dict]:
     return wanted[:limit]
 
 
-def format_exchange(record: dict, colour: bool = False) -> str:
+def format_exchange(record: dict, colour: bool = False, graded: bool = True) -> str:
+    """One exchange for the eye. graded = False: a problem asked by the user, whose answer nobody knows."""
+
     def paint(text: str, code: int) -> str:
         return f"\033[{code}m{text}\033[0m" if colour else text
 
     def verdict(who: str) -> str:
+        if not graded:
+            return ""
         right = record[f"{who}_correct"]
         return paint(f"{'right' if right else 'wrong'}, reward {record[f'{who}_reward']:.1f}", 32 if right else 31)
 
     return "\n".join(
         [
-            f"problem     {paint(record['problem'], 1)}   (answer {record['gold']})",
+            f"problem     {paint(record['problem'], 1)}" + f"   (answer {record['gold']})" * bool(record["gold"]),
             f"draft     {record['drafter'] or '-'} {paint(record['draft'], 36)}   {verdict('draft')}",
             f"shown       {paint(record['summary'], 33)}",
             f"challenge {record['challenger'] or '-'} {paint(record['challenge'], 35)}   {verdict('challenge')}",
@@ -251,7 +256,7 @@ def complain(program: str, error: Exception) -> int:
     return 2
 
 
-def run_program(main: Callable[[], int]) -> NoReturn:
+def run_main(main: Callable[[], int]) -> NoReturn:
     """Run a main() as a process: Ctrl-C and a closed pipe end it quietly, a poor terminal encoding loses no output."""
     if sys.stdout is None:  # started with stdout closed
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, open as long as the process
@@ -276,7 +281,9 @@ def load_run(folder: Path) -> tuple[dict, Pair]:
         config = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError) as error:  # not UTF-8, not JSON, not an object
         raise ValueError(f"{path} is damaged: {error}") from error
-    usable = dict.fromkeys(("base", "task"), lambda v: isinstance(v, str))
+    tasks, files = ("congruence", *reward.SOURCES), reward.ENDINGS
+    usable = {"base": lambda v: isinstance(v, str)}
+    usable |= {"task": lambda v: isinstance(v, str) and (v in tasks or Path(v).suffix.lower() in files)}
     usable |= {"method": lambda v: v in ("agon", "coop", "grpo"), "four_bit": lambda v: isinstance(v, bool)}
     usable |= dict.fromkeys(("max_tokens", "rollout_rows", "threads"), lambda v: type(v) is int and 0 < v < 10**6)
     usable |= dict.fromkeys(("eval_temperature", "format_weight"), lambda v: type(v) in (int, float) and 0 <= v < 1e6)
@@ -286,6 +293,16 @@ def load_run(folder: Path) -> tuple[dict, Pair]:
         raise ValueError(f"{path} has no usable value for {', '.join(bad)}; is it from agon.py?")
     torch.set_num_threads(config["threads"])  # as in training, so that the same seed gives the same samples
     return config, load_pair(config["base"], folder, four_bit=config["four_bit"])
+
+
+def load_split(config: dict, split: str) -> list[Problem]:
+    """One split of a run's task, from its settings. Raises ValueError, or OSError where answers cannot be graded."""
+    given = {key: config.get(key) or None for key in ("data", "question_column", "answer_column", "tests_column")}
+    limit = config.get("train_problems" if split == "train" else "eval_problems") or None  # 0: the task's own size
+    problems = load_problems(config["task"], split, limit, **given)
+    if problems and problems[0].kind == "code":
+        reward.check_sandbox()  # before any long work
+    return problems
 
 
 def eval_sampling(config: dict) -> dict:
@@ -329,13 +346,18 @@ def main(argv: list[str] | None = None) -> int:
     for command in (ask, again):
         command.add_argument("--run", type=Path, required=True, metavar="DIR", help="run folder written by agon.py")
         command.add_argument("--seed", type=int, default=EVAL_SEED, help="sampling seed")
+    again.add_argument("--allow-unsandboxed-code", action="store_true", help="run programs without bubblewrap")
     args = parser.parse_args(argv)
     try:
         if args.seed < 0:
             raise ValueError(f"--seed {args.seed}: must be 0 or more")
-        problems = [congruence(args.problem)] if args.command == "ask" else []
         config, pair = load_run(args.run)
-        test, validation = (load_problems(config["task"], split) for split in ("test", "validation"))
+        own = config["task"] == "congruence"  # then any problem of the task can be graded
+        if args.command == "ask":
+            problems = [congruence(args.problem) if own else Problem(args.problem, kind="math")]
+        else:
+            reward.ALLOW_UNSANDBOXED = args.allow_unsandboxed_code  # never from the run's settings: they may be a gift
+            test, validation = (load_split(config, split) for split in ("test", "validation"))
     except (ValueError, OSError) as error:
         return complain(parser.prog, error)
     sampling = {**eval_sampling(config), "seed": args.seed}
@@ -348,11 +370,11 @@ def main(argv: list[str] | None = None) -> int:
     except FloatingPointError as error:  # a pair that diverged
         return complain(parser.prog, error)
     record = exchange_records(problems, drafts, challenges, config["format_weight"], bonus_of(config))[0]
-    print(format_exchange(record, sys.stdout.isatty()))
+    print(format_exchange(record, sys.stdout.isatty(), graded=own))
     answer = extract_answer(challenges.texts[0])
     print(f"answer      {answer if answer is not None else '(none: the challenge never closed its answer)'}")
     return 0
 
 
 if __name__ == "__main__":
-    run_program(main)
+    run_main(main)

@@ -10,13 +10,46 @@ lam = 0.5.       R(a) = 2 c(a) + lam phi(a)                          draft_rewar
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
 import random
 import re
-from collections.abc import Callable
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
+logger = logging.getLogger("reward")
+
+EVENTS: Counter[str] = Counter()  # what befell the graders: "timeout", "memory", "error", "code-timeout", ...
+EVENTS_LOCK = threading.Lock()
+
+
+def count(event: str) -> None:
+    with EVENTS_LOCK:
+        EVENTS[event] += 1
+
+
+class GradingError(OSError):
+    """The machinery of grading failed. Never a verdict: no answer is wrong because of it."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +57,9 @@ class Problem:
     """One problem. `question` is all that a policy may see; `gold` is for the checker alone."""
 
     question: str
-    gold: str
+    gold: str = ""
     kind: str = "congruence"  # which entry of CHECKERS decides c(y)
+    tests: tuple[tuple[str, str], ...] = ()  # (stdin, expected stdout), for kind "code"
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -115,24 +149,1339 @@ def congruence_correct(response: str, gold: str) -> bool:
     return re.fullmatch(r"[0-9]{1,4}", answer) is not None and int(answer) == int(gold)
 
 
-CHECKERS: dict[str, Callable[[str, str], bool]] = {"congruence": congruence_correct}
+# ---------------------------------------------------------------------------------------------------------------
+# Mathematics, 1: one spelling. math-verify (sympy) decides whether two answers are equal, but it refuses much that is
+# right (pi/2, 42., 90°) and accepts some that is wrong (52_9 for 52_8, dollars for cents). `clean` repairs the first,
+# `same` and `scalar` stop the second by comparing structure themselves: names, lists, tuples, sets, units, bases.
+
+PLAIN = re.compile(
+    r"""(?P<sign>[-+]?)\s*(?:
+      (?:(?P<whole>[0-9]+)\s*(?:\s|(?=\\)))?\\[dtc]?frac\s*(?:\{\s*(?P<a>-?[0-9]+)\s*\}|(?P<a1>[0-9]))
+                                                      \s*(?:\{\s*(?P<b>-?[0-9]+)\s*\}|(?P<b1>[0-9]))
+    | (?:(?P<whole2>[0-9]+)\s+)?(?P<a2>[0-9]+)\s*/\s*(?P<b2>[0-9]+)
+    | (?P<lead>[0-9]*)\.(?P<fixed>[0-9]*)(?:\\(?:overline|bar)\s*)?(?:\{(?P<rep>[0-9]+)\}|\((?P<rep1>[0-9]+)\))
+    | (?P<number>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)
+      (?:[eE](?P<e>[-+]?[0-9]{1,3})|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*(?P<e1>[-+]?[0-9]{1,3})\s*\}|(?P<e2>-?[0-9]{1,3})))?
+    )\s*(?P<pct>\\?%)?""",
+    re.VERBOSE,
+)
+
+
+def rational(text: str) -> Fraction | None:
+    r"""The exact value of a plainly written number, or None.
+
+    42, -3.50, 1,234 (but not 0,1), 3/4, \frac34, 2 1/2 (but not 4 10/3), 28\%, 1.5e3, 6.7 \times 10^{-5}, 0.\overline3.
+    """
+    if len(text) > 400:
+        return None
+    text = re.sub(r"\\[!,; ]|(?<!\\)\$|\\[()\[\]]", "", text.replace("\u2212", "-")).strip()
+    while box := re.fullmatch(r"\\(?:boxed|fbox)\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*){0,4})\}", text):
+        text = box[1].strip()
+    if not (m := PLAIN.fullmatch(text)):
+        return None
+    if top := m["a"] or m["a1"] or m["a2"]:
+        a, b, whole = int(top), int(m["b"] or m["b1"] or m["b2"]), m["whole"] or m["whole2"]
+        if b == 0 or (whole and not 0 < a < b):
+            return None
+        value = Fraction(a, b) + int(whole or 0)
+    elif repeat := m["rep"] or m["rep1"]:
+        scale = 10 ** len(m["fixed"])
+        value = Fraction(int(m["lead"] + m["fixed"] or 0), scale) + Fraction(
+            int(repeat), scale * (10 ** len(repeat) - 1)
+        )
+    else:
+        value = Fraction(m["number"].replace(",", "").rstrip(".")) * Fraction(10) ** int(
+            m["e"] or m["e1"] or m["e2"] or 0
+        )
+    return (-value if m["sign"] == "-" else value) / (100 if m["pct"] else 1)
+
+
+LATEX_OF = r"""− - – - ÷ / × \times · \cdot ⋅ \cdot ∞ \infty π \pi ° ^\circ ≤ \le ≥ \ge ≠ \neq ± \pm ≈ \approx √ \sqrt
+    ∛ \sqrt[3] ∫ \int ∑ \sum ∏ \prod ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ℕ \mathbb{N} ℚ \mathbb{Q}
+    ℂ \mathbb{C} θ \theta α \alpha β \beta € \text{euro} £ \text{pound}""".split()  # noqa: SIM905
+LATEX_OF = dict(zip(LATEX_OF[::2], LATEX_OF[1::2], strict=True))
+SUPERSCRIPT = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ"
+SPELLINGS = [  # (pattern, replacement), in this order
+    # what only decorates
+    (r"\\(?:displaystyle|textstyle|[bB]igg?[lrm]?)(?![a-zA-Z])", ""),
+    (r"\\(?:left|right)(?![a-zA-Z])\.?|[\u200b-\u200f\u2060\ufeff`]|\A\s*=|\\\\\s*\Z", ""),
+    (r"\{\s*,\s*\}|,\\!\s*", ","),  # 10{,}080 and 10,\!080
+    (r"(?<!\\)\\[!,;:> ]|\\q?quad(?![a-zA-Z])|~", " "),
+    (r"\\[()]|(?<!\\)\\[\[\]]|(?<!\\)\$|\A\*\*|\*\*\Z", " "),  # \( 5 \), $5$, **5**
+    (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+    (r"\\(?:math|text|operatorname)(?:rm|it|normal)?\s*\{\s*((?:arc)?(?:sin|cos|tan)h?|ln|log|exp)\s*\}", r"\\\1 "),
+    (r"\\(?:math|text)(?:rm|it)?\s*\{\s*([ei])\s*\}", r"\1"),
+    (r"\\(?:(?:text|math)(?:normal|rm|bf|it|sf|up)|mbox|hbox|operatorname)\s*(?=\{)", r"\\text"),
+    (r"\\text\s*\{\s*(-?[0-9][^{}]*|[^{}a-zA-Z]*)\}|\\(?:boxed|fbox)\s*(?=[^\s{])", r" \1 "),  # \text{23}
+    (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
+    (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup "),
+    # calculator and program notation
+    (r"(?<=[0-9])j(?![a-zA-Z])", "i"),
+    *(
+        (rf"(?<=[0-9])\s*{scale}(?![a-z])", rf" \\cdot 10^{{{p}}}")
+        for p, scale in ((3, "thousand"), (6, "million"), (9, "billion"))
+    ),
+    (r"\*\*", "^"),
+    (r"(?<![a-zA-Z\\])(?:infinity|infty|inf|oo)(?![a-zA-Z])", r"\\infty "),
+    (r"(?<![a-zA-Z\\])(pi|sqrt|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp)(?![a-zA-Z])", r"\\\1 "),
+    (r"\\log(?!\s*_|[a-zA-Z])", r"\\ln"),  # math-verify would take base 10
+    (r"(?<![0-9a-zA-Z.,])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([-+]?[0-9]{1,3})(?![0-9a-zA-Z.])", r"\1 \\cdot 10^{\2}"),
+    (r"(?<=[0-9.])\s*x\s*(?=10\s*\^)|(?<=[0-9a-zA-Z)}\]])\s*\*\s*", r" \\cdot "),
+    (r"!=|\\ne(?![a-zA-Z])", r"\\neq "),
+    (r"<=|=<|\\leq(?:slant)?(?![a-zA-Z])", r"\\le "),
+    (r">=|\\geq(?:slant)?(?![a-zA-Z])", r"\\ge "),
+    (r"\\lt(?![a-zA-Z])", "<"),
+    (r"\\gt(?![a-zA-Z])", ">"),
+    (r"(?<![a-zA-Z\\])(?:percent(?:age)?|pct)(?![a-zA-Z])|\\text\{\s*(?:percent(?:age)?|pct)\s*\}|(?<!\\)%", r"\\%"),
+    (r"\\[cl]?dots[cbmio]?(?![a-zA-Z])|\.\.\.", r"\\ldots "),
+    # braces that LaTeX lets one leave out
+    (r"\\sqrt\s*(\[[0-9]\])?\s*([0-9]+|[a-zA-Z])", r"\\sqrt\1{\2}"),
+    (r"\\frac\s*([0-9a-zA-Z])\s*(?=[0-9a-zA-Z{])", r"\\frac{\1}"),
+    (r"(\\frac\s*\{[^{}]*\})\s*([0-9a-zA-Z])", r"\1{\2}"),
+    (r"\^\s*(-?[0-9]{2,}|-[a-zA-Z0-9])", r"^{\1}"),  # 10^-5, 10^12: what a person means by it
+]
+SPELLINGS = [(re.compile(pattern), replacement) for pattern, replacement in SPELLINGS]
+
+
+def clean(text: str) -> str:
+    """One spelling for many: what math-verify misreads or cannot read, said in LaTeX that it reads."""
+    text = unbox(text)
+    text = re.sub(
+        f"[{SUPERSCRIPT}]+", lambda m: "^{" + m[0].translate(str.maketrans(SUPERSCRIPT, "0123456789-n")) + "}", text
+    )
+    text = re.sub(r"([0-9])(?=[¼-¾⅐-⅞])", r"\1 ", text)  # 2½ is 2 1/2, not 21/2
+    text = "".join(LATEX_OF[c] + " " * (c not in "−–÷") if c in LATEX_OF else c for c in text)
+    text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
+    for pattern, replacement in SPELLINGS:
+        text = pattern.sub(replacement, text)
+    for opening, before in ((r"\\sqrt\s*\(", r"\sqrt{"), (r"\\exp\s*[({]", "e^{"), (r"\^\s*\(", "^{")):
+        at = 0
+        while (m := re.compile(opening).search(text, at)) and (end := closing(text, m.end() - 1)) > 0:
+            text = text[: m.start()] + before + text[m.end() : end] + "}" + text[end + 1 :]
+            at = m.start() + len(before)
+    return re.sub(r"(?<!\.)[.,;:]\Z", "", re.sub(r"\s+", " ", text).strip()).strip()
+
+
+def closing(text: str, at: int) -> int:
+    """Index of the bracket that closes the one at `at`, or -1. Kinds may differ: [0, 1) is an interval."""
+    depth = 0
+    for i in range(at, len(text)):
+        depth += (text[i] in "([{") - (text[i] in ")]}")
+        if depth == 0:
+            return i
+    return -1
+
+
+def unbox(text: str) -> str:
+    """An answer without its boxes. Several boxes with different contents become a list, which equals no single gold."""
+    found, end = [], 0
+    for m in re.finditer(r"\\(?:boxed|fbox|framebox)\s*(?=\{)", text):
+        if m.start() >= end:
+            end = closing(text, m.end()) + 1
+            if end == 0:
+                return text
+            found.append(unbox(text[m.end() + 1 : end - 1].strip()))
+    return ", ".join(dict.fromkeys(found)) + " " + text[end:] if found else text
+
+
+def split(text: str, separators: str) -> list[str]:
+    """Cut at what matches `separators` outside of all brackets."""
+    parts, depth, start = [], 0, 0
+    for m in re.finditer(rf"(?P<cut>{separators})|\\[a-zA-Z]+|\\[{{}}]|\\.|[()\[\]{{}}]", text):
+        depth += (m[0] in ("(", "[", "{", r"\{")) - (m[0] in (")", "]", "}", r"\}"))
+        if m["cut"] and depth == 0:
+            parts.append(text[start : m.start()].strip())
+            start = m.end()
+    return [*parts, text[start:].strip()]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Mathematics, 2: equal or not. All of this runs in a child process, because it may hang, raise or eat memory.
+
+UNEVALUATED = re.compile(
+    r"\\(?:i*int|oint|sum|prod|lim)(?![a-zA-Z])|(?<![a-zA-Z])(?:lim|sum|int|prod)_"
+    r"|\\frac\s*\{\s*(?:d|\\partial)\s*[a-zA-Z]?\s*\}\s*\{\s*(?:d|\\partial)\s*[a-zA-Z]"
+)
+AND_OR = r",|;|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])"
+SYMBOL = r"\\?[a-zA-Z]+'*(?:_(?:\{[^{}]*\}|[0-9a-zA-Z]))?"
+NAME = rf"(?:{SYMBOL}(?:\s*\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\))?|\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])+\s*\))"
+BEYOND = re.compile(  # towers of powers, giant powers and factorials: sympy would compute them
+    r"\^[^+,=*]{0,60}\^[^+,=*]{0,60}\^|\^\s*\{?\s*[0-9]{6,}|[0-9]{6,}\s*[})]*\s*!|[0-9]{4000}|!\s*\)?\s*!\s*\)?\s*!"
+)
+UNIT_NAMES = """
+    m meter metre meter cm centimeter centimetre centimeter km kilometer kilometre kilometer mm millimeter kg kilogram
+    g gram mg milligram l liter litre liter ml milliliter ft foot feet foot in inch inche inch lb pound oz ounce h hour
+    hr hour min minute s second sec second circ degree deg degree mph mileperhour""".split()  # noqa: SIM905
+UNIT_NAMES = dict(zip(UNIT_NAMES[::2], UNIT_NAMES[1::2], strict=True))  # one spelling for those with several
+UNIT = re.compile(
+    r"(?P<value>.*[0-9a-zA-Z)}\].])\s*(?P<unit>(?:\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?[0-9]\}?)?\s*)+"
+    r"|\^\s*\{?\s*\\circ\s*\}?(?:\s*(?:\\text\s*\{)?[CFK]\}?)?"
+    r"|(?:(?<![a-zA-Z\\])(?:cm|km|mm|kg|mg|ml|ft|lbs?|oz|mph|degrees?|cents?|dollars?|miles?|inch(?:es)?|hours?|minutes?)"
+    r"(?![a-zA-Z])(?:\s*\^\s*\{?[0-9]\}?)?\s*)"
+    r"|(?<=[0-9}] )(?!squared|cubed|factorial|dozen)[a-zA-Z]{3,}(?: [a-zA-Z]{2,}){0,3}(?:\s*\^\s*\{?[0-9]\}?)?)",
+    re.DOTALL,
+)
+
+
+def equivalent(answer: str, gold: str) -> bool:
+    """Is `answer` mathematically equal to `gold`? An integral, sum, product or limit left unevaluated restates the
+    question: it equals only a gold that holds one. May hang or raise: call `math_equal`."""
+    a, g = clean(answer), clean(gold)
+    return not (UNEVALUATED.search(a) and not UNEVALUATED.search(g)) and same(thousands(a), thousands(g))
+
+
+def thousands(text: str) -> str:
+    """1,234,567 -> 1234567 and 7 425 000 -> 7425000, but only outside of brackets: (2,100) is a pair."""
+    if re.search(r"[(\[{]", text):
+        return text
+    grouped = r"(?<![0-9.,])[1-9][0-9]{0,2}(?:([, ])[0-9]{3})(?:\1[0-9]{3})*(?![0-9]|,[0-9])"
+    return re.sub(grouped, lambda m: re.sub("[, ]", "", m[0]), text)
+
+
+def interval(text: str) -> tuple[str, str]:
+    r"""(variable, interval) of a < x \le b, x > a, x \in S or x < a or x > b; ("", text) for anything else."""
+    turned = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+    if len(parts := split(text, AND_OR)) > 1:
+        found = [interval(part) for part in parts]
+        one = len({x for x, _ in found}) == 1 and found[0][0]
+        return (found[0][0], r" \cup ".join(part for _, part in found)) if one else ("", text)
+    if m := re.fullmatch(rf"({SYMBOL})\s*\\in(?![a-zA-Z])(.+)", text):
+        return m[1], m[2].strip()
+    sides = [side.strip() for side in re.split(r"(\\[lg]e(?![a-zA-Z])|<|>)", text)]
+    if len(sides) == 3:
+        if re.fullmatch(SYMBOL, sides[2]):
+            sides = [sides[2], turned[sides[1]], sides[0]]
+        x, op, a = sides
+        sides = [a, turned[op], x, "<", r"\infty"] if op in (">", r"\ge") else [r"-\infty", "<", x, op, a]
+    elif len(sides) == 5 and sides[1] in (">", r"\ge"):
+        sides = [sides[4], turned[sides[3]], sides[2], turned[sides[1]], sides[0]]
+    if len(sides) != 5 or not re.fullmatch(SYMBOL, sides[2]) or not {sides[1], sides[3]} <= {"<", r"\le"}:
+        return "", text
+    low, op, x, op2, high = sides
+    if re.search(rf"(?<![a-zA-Z\\]){re.escape(x)}(?![a-zA-Z])", low + " " + high):
+        return "", text
+    return x, f"{'(' if op == '<' else '['}{low}, {high}{')' if op2 == '<' else ']'}"
+
+
+def shape(text: str) -> tuple[str, list[str]]:
+    r"""(kind, elements): "()", "[)", ... a tuple or interval; "{}" a set; "," a bare list; "u" a union; "" all else."""
+    if len(parts := split(text, r"\\cup(?![a-zA-Z])")) > 1:
+        shapes = [shape(part) for part in parts]
+        if all(kind == "{}" for kind, _ in shapes):
+            return "{}", [element for _, elements in shapes for element in elements]
+        return "u", parts
+    for opening, shut in ((r"\{", r"\}"), ("{", "}"), ("(", ")"), ("[", "]"), ("(", "]"), ("[", ")")):
+        if text.startswith(opening) and text.endswith(shut) and closing(text, len(opening) - 1) == len(text) - 1:
+            parts = split(text[len(opening) : -len(shut)], "[,;]")
+            if "{" in opening and (len(parts) > 1 or opening == r"\{"):
+                return "{}", signs(parts)
+            if len(parts) > 1:
+                return opening + shut, parts
+    parts = signs([part for part in split(text, AND_OR) if part])
+    return (",", parts) if len(parts) > 1 else ("", [text])
+
+
+def signs(parts: list[str]) -> list[str]:
+    r"""3 \pm \sqrt2 -> 3 + \sqrt2, 3 - \sqrt2."""
+    both = re.compile(r"\\(pm|mp)(?![a-zA-Z])\s*")
+    turns = ({"pm": "+", "mp": "-"}, {"pm": "-", "mp": "+"})
+    return [
+        both.sub(lambda m, turn=turn: turn[m[1]], p).removeprefix("+")
+        for p in parts
+        for turn in turns[: 2 if both.search(p) else 1]
+    ]
+
+
+def named(text: str) -> tuple[list[str], list[str]] | None:
+    """(names, values) of "x = 2, y = 3", "(p, q) = (3, 2)", "f(x) = 2x" or "a = b = 5"; None where nothing is named."""
+    names, values = [], []
+    for part in split(text, AND_OR):
+        m = re.fullmatch(rf"({NAME})\s*=(?:[^<>]*=)?\s*([^=<>]+)", part)
+        if not m:
+            return None
+        many = m[1].startswith("(")
+        left, right = split(m[1][1:-1], ",") if many else [m[1]], shape(m[2])[1] if many else [m[2]]
+        if len(left) != len(right):
+            return None
+        names += [re.sub(r"[\s{}]", "", name) for name in left]
+        values += right
+    return names, values
+
+
+def words(text: str) -> str | None:
+    r"""The words of an answer in words (\text{no solution}, Yes, \text{(C)}), or None for mathematics."""
+    inner = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
+    if (inner != text or text[:1] == "(") and (option := re.fullmatch(r"\s*\(?\s*([A-Za-z])\s*\)?\s*", inner)):
+        return option[1].lower()
+    if re.search(r"\\[a-zA-Z]|[0-9=<>^_+*/|]", inner) or not re.search(r"[A-Za-z]{2,}", inner):
+        return None
+    return " ".join(word.removesuffix("s") for word in re.findall(r"[^\W_]+(?:['-][^\W_]+)*", inner.casefold()))
+
+
+def same(a: str, g: str) -> bool:
+    """Equality of two cleaned answers by structure: words, names, then lists, tuples, sets and intervals by element."""
+    bare_a, bare_g = re.sub(r"\s", "", a), re.sub(r"\s", "", g)
+    if not re.search("[0-9A-Za-z]", a):
+        return False
+    if bare_a == bare_g:
+        return True
+    if (said := words(g)) is not None:
+        equal = said == (words(a) or (bare_a.lower() if len(bare_a) == 1 else None))
+        if equal or not re.fullmatch("[a-z]{2,3}", bare_g) or bare_g in ("no", "yes"):  # xy may be a product
+            return equal
+    if len(bare_g) == 1 and bare_g.lower() in (words(a), bare_a.lower()):  # gold C: c, (C), \\text{C}
+        return True
+    a, g = (re.sub(r"(?<=\S)\s*\\approx.*", "", t) for t in (a, g))  # x = 1/3 \approx 0.33 says 1/3
+    a, g = (re.sub(rf"\A([^=<>a-zA-Z]+)=\s*({SYMBOL})\Z", r"\2 = \1", t) for t in (a, g))  # 5 = x
+    (names_a, values_a), (names_g, values_g) = named(a) or ([], []), named(g) or ([], [])
+    if names_a and names_g:
+        if set(names_a) == set(names_g) and len(set(names_g)) == len(names_g) == len(names_a):
+            by_name = dict(zip(names_a, values_a, strict=True))
+            return all(same(by_name[name], value) for name, value in zip(names_g, values_g, strict=True))
+        if len(names_a) > 1 or len(names_g) > 1:  # x = 1 or x = 2
+            return set(names_a) == set(names_g) and len(set(names_g)) == 1 and matched(values_a, values_g)
+    elif names_a or names_g:
+        names, values, other = (names_a, values_a, g) if names_a else (names_g, values_g, a)
+        if len(names) > 1:
+            kind, parts = shape(other)
+            pair = (values_a or parts), (values_g or parts)
+            return matched(*pair) if len(set(names)) == 1 else kind in ("()", ",") and matched(*pair, ordered=True)
+        if "=" not in other:
+            a, g = (values[0], g) if names_a else (a, values[0])
+    (x_a, a), (x_g, g) = interval(a), interval(g)
+    if x_a and x_g and x_a != x_g:
+        return False
+    (kind_a, parts_a), (kind_g, parts_g) = shape(a), shape(g)
+    if r"\ldots" in bare_a + bare_g:  # element by element, as written
+        return kind_a == kind_g != "" and matched(parts_a, parts_g, ordered=True)
+    if r"\emptyset" in (bare_a, bare_g):
+        return False
+    kinds = {kind_a, kind_g}
+    if kinds in ({",", "{}"}, {"", "{}"}):  # 1, 2 is {1, 2} and 1 is {1}
+        return matched(parts_a, parts_g)
+    if kinds == {",", "()"}:
+        return matched(parts_a, parts_g, ordered=True)
+    if len(kinds) == 1 and kinds != {""} and (kinds != {"u"} or len(parts_a) == len(parts_g)):
+        return matched(parts_a, parts_g, ordered=kind_g not in (",", "{}", "u"))
+    if (
+        "," in kinds
+        or "{}" in kinds
+        or ("" in kinds and len(kinds) > 1 and not re.search(r"\\mathbb|\\setminus|\\cap", a + g))
+    ):
+        return False
+    return scalar(a, g)
+
+
+def matched(answers: list[str], golds: list[str], ordered: bool = False) -> bool:
+    """Every answer equal to a gold of its own: in the same order, or in any."""
+    if len(answers) != len(golds) or len(golds) > 40:
+        return False
+    if ordered:
+        return all(same(a, g) for a, g in zip(answers, golds, strict=True))
+    left = list(golds)
+    for answer in answers:
+        hit = next((i for i, gold in enumerate(left) if same(answer, gold)), None)
+        if hit is None:
+            return False
+        del left[hit]
+    return True
+
+
+def unit_of(text: str) -> tuple[str, str]:
+    r"""("15", "centimeter^2") of "15 \text{ cm}^2" or "15 square cm": the value and its unit, "" without one."""
+    if m := re.match(r"(-?)\s*(?:\\\$|\\text\{(euro|pound)\})\s*(?=[-0-9.\\])", text):
+        return m[1] + text[m.end() :], m[2] or "dollar"
+    if not (m := UNIT.fullmatch(text)):
+        return text, ""
+    unit = re.sub(r"\\text\b|[{}\\.]|\A\^", " ", m["unit"]).lower()
+    unit = re.sub(r"(?:square|sq) (\w+)|cubic (\w+)", lambda m: f"{m[1]}^2" if m[1] else f"{m[2]}^3", unit)
+    unit = re.sub(r"([a-z]+?)s?(?![a-z])", lambda m: UNIT_NAMES.get(m[1], m[1]), unit)
+    return m["value"].strip(), re.sub(r"\s", "", unit)
+
+
+def scalar(a: str, g: str) -> bool:
+    """Two answers without a structure that `same` knows: percent, unit, clock time, base, number, then sympy."""
+    if a.endswith(r"\%") or g.endswith(r"\%"):
+        pct_a, pct_g = a.endswith(r"\%"), g.endswith(r"\%")
+        a, g = a.removesuffix(r"\%").strip(), g.removesuffix(r"\%").strip()
+        x, y = rational(a), rational(g)
+        if x is None or y is None:
+            return scalar(a, g)
+        return x == y or (not pct_a and 100 * x == y) or (not pct_g and x == 100 * y)  # 28 and 0.28 both say 28 %
+    (a, unit_a), (g, unit_g) = unit_of(a), unit_of(g)
+    if unit_a and unit_g and unit_a != unit_g:
+        return False
+    if unit_g and not unit_a and (m := re.fullmatch(r"(.*[0-9]) ?(m|g|s|h|L)((?:\^\s*\{?[0-9]\}?)?)", a)):
+        a = m[1] if UNIT_NAMES[m[2].lower()] + re.sub(r"[\s{}]", "", m[3]) == unit_g else a  # 9 m^3, without \text
+    if re.search(r"[0-9]\s*:\s*[0-9]", a + " " + g):
+        return [p.strip().lstrip("0") for p in a.split(":")] == [p.strip().lstrip("0") for p in g.split(":")]
+    base_a, base_g = (re.fullmatch(r"([0-9A-F]+)(?:\s*_\s*\{?\s*([0-9]+)\s*\}?)?", t) for t in (a, g))
+    if base_a and base_g and (base_a[2] or base_g[2]):  # the question named the base: bare digits are right too
+        return base_a[1] == base_g[1] and base_a[2] in (base_g[2], None)
+    x, y = rational(a), rational(g)
+    if x is not None and y is not None:
+        return x == y or (10**400 % y.denominator > 0 and rounded(a, y))  # 0.5000001 is not one half, which ends
+    if re.search(r"[0-9.]\s+[0-9.]", a) or BEYOND.search(a) or BEYOND.search(g):  # "1 2" would be read as 1 + 2
+        return False
+    import math_verify
+    import sympy
+
+    # math-verify reads R and r as one symbol, and both gammas: where one of the answers has both, rename the capital
+    used = [set(re.sub(r"\\[a-zA-Z]+", "", t)) for t in (a, g)]
+    for letter in sorted({c for letters in used for c in letters if c.isupper() and c.lower() in letters}):
+        capital = rf"(\\mathbb\{{.\}}|\\[a-zA-Z]+)|{letter}"
+        a, g = (re.sub(capital, lambda m, c=letter: m[1] or rf"x_{{{ord(c)}}} ", t) for t in (a, g))
+    a, g = (re.sub(r"\\Gamma(?!\s*[(a-zA-Z])", r"\\Omega ", t) for t in (a, g))
+    A, G = read(a), read(g)
+    if A is None or G is None:
+        return False
+    if isinstance(A, sympy.Expr) and isinstance(G, sympy.Expr) and (verdict := agree(A, G)) is not None:
+        if verdict or G.free_symbols or not G.is_extended_real or G.is_Rational:
+            return verdict
+        value = sympy.Rational(sympy.N(G, 60))
+        return rounded(a, Fraction(int(value.p), int(value.q)))
+    return bool(math_verify.verify(gold=G, target=A, timeout_seconds=None))
+
+
+def rounded(text: str, value: Fraction) -> bool:
+    """Is `text` a decimal that agrees with `value` in every digit it gives, and gives at least 8 significant ones?"""
+    m = re.fullmatch(r"-?([0-9]*)\.([0-9]+)", text.strip())
+    return (
+        bool(m) and len((m[1] + m[2]).lstrip("0")) >= 8 and abs(Fraction(m[0]) - value) <= Fraction(1, 10 ** len(m[2]))
+    )
+
+
+def read(text: str):
+    """The sympy object of one answer, or None. Boxed, so that all of it is read or nothing: never a fragment."""
+    import math_verify
+    import sympy
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+
+    text = re.sub(r"(?<![0-9])([0-9]{1,3})!!", lambda m: str(math.prod(range(int(m[1]), 0, -2))), text)
+    exact = r"(?<![0-9_.])([0-9]*)\.([0-9]+)"  # decimals as fractions: floats would be compared to 6 places only
+    text = re.sub(exact, lambda m: rf"\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}}", text)
+    plain = NormalizationConfig(basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="last")
+    config = math_verify.LatexExtractionConfig(boxed_match_priority=0, normalization_config=plain)
+    found = math_verify.parse(r"\boxed{" + text + "}", [config], "no_fallback", "first_match", parsing_timeout=None)
+    if not found or not isinstance(found[0], sympy.Expr):
+        return found[0] if found else None
+    return found[0].replace(sympy.Function(r"\zeta"), sympy.zeta)
+
+
+def agree(A, G) -> bool | None:
+    """Equality of two sympy expressions by value; None where values do not decide and math-verify must.
+
+    Rationals exactly, other constants to 28 digits relative (math-verify rounds to 6 places, where all tiny numbers are
+    0), anything with variables at 8 random points of all signs, wherever the gold is real: two different analytic
+    expressions agree at a random point with probability 0 (Schwartz-Zippel for rational ones).
+    """
+    import sympy
+
+    unclear = (sympy.oo, sympy.zoo, sympy.nan, sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
+    if any(e.is_Matrix or e.has(*unclear, sympy.core.function.AppliedUndef) for e in (A, G)):
+        return None
+    A, G = (e.subs({s: sympy.I for s in e.free_symbols if s.name == "i"}) for e in (A, G))
+    names = sorted({s.name for s in A.free_symbols | G.free_symbols})
+    if not names:
+        A, G = A.doit(), G.doit()
+        return bool(A == G) if A.is_Rational and G.is_Rational else close(A, G)
+    rng, hits = random.Random(0), 0
+    for k in range(8):
+        at = {n: sympy.Rational(rng.randint(20, 400), 97) * (-1) ** (k >> j % 3) for j, n in enumerate(names)}
+        a, g = (sympy.N(e.subs({s: at[s.name] for s in e.free_symbols}), 40) for e in (A, G))
+        if not (g.is_number and g.is_finite) or (abs(sympy.im(g)) > 1e-30 and not G.has(sympy.I)):
+            continue
+        if close(a, g) is False:
+            return False
+        hits += close(a, g) is True
+    return True if hits >= 3 else None
+
+
+def close(a, g) -> bool | None:
+    import sympy
+
+    a, g = sympy.N(a, 40), sympy.N(g, 40)
+    if not (a.is_number and g.is_number and a.is_finite and g.is_finite):
+        return None
+    return bool(abs(a - g) <= abs(g) * sympy.Float("1e-28", 40)) if g else bool(abs(a) < 1e-30)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Mathematics, 3: the child process. sympy can compute for ever or fill the memory on ordinary-looking answers, and
+# neither a signal nor a thread stops one big-integer operation: only killing a process does.
+
+
+class Grader:
+    """One child process that compares answers, kept for the whole run. Too slow or too large, it is replaced.
+
+    Safe from any thread (one question at a time). No signal is used in the caller. The child ends when its input does,
+    so it cannot outlive the caller; a CPU limit ends even one that is lost in a computation at that moment.
+    """
+
+    MEMORY = 1 << 30  # bytes of address space
+
+    def __init__(self) -> None:
+        self.lock, self.process = threading.Lock(), None
+        self.logged: set[str] = set()
+
+    def ask(self, answer: str, gold: str, limit_s: float) -> bool:
+        """equivalent(answer, gold) in the child. False, and counted in EVENTS, if it exceeds the wall-clock or memory
+        limit or raises. Raises GradingError if the child cannot be started (math-verify is missing, no memory)."""
+        question = json.dumps([answer, gold, limit_s]).encode() + b"\n"
+        with self.lock:
+            for fresh in (False, True):  # a child that died while idle is no fault of this answer: once more
+                if self.process is None:
+                    self.start()
+                    fresh = True
+                try:
+                    self.process.stdin.write(question)
+                    reply = self.reply(limit_s)
+                except BrokenPipeError:
+                    reply = None
+                except BaseException:  # Ctrl-C here would leave a reply in the pipe, for the next question to read
+                    self.close()
+                    raise
+                if reply or fresh:
+                    break
+                self.close()
+            event = reply.get("event", "") if reply else "crash"
+            if event:
+                count(event.split(":")[0])
+                if event not in self.logged:
+                    self.logged.add(event)
+                    logger.warning("grading %r against %r: %s, counts as wrong", answer[:80], gold[:80], event)
+            if not reply or reply.get("last"):
+                self.close()
+            return bool(reply and reply["equal"])
+
+    def start(self) -> None:
+        command = [sys.executable, os.path.abspath(__file__), "--grader-child"]
+        self.process = subprocess.Popen(
+            command, 0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        ready = self.reply(60)
+        if not ready or "ready" not in ready:
+            self.close()
+            raise GradingError(f"the maths grader does not start: {(ready or {}).get('fatal', 'no answer in 60 s')}")
+
+    def reply(self, limit_s: float) -> dict | None:
+        """The child's next line; None if it died, a timeout event (and a dead child) if it is silent for limit_s."""
+        deadline, line, out = time.monotonic() + limit_s, b"", self.process.stdout.fileno()
+        with selectors.DefaultSelector() as selector:
+            selector.register(out, selectors.EVENT_READ)
+            while not line.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return {"event": "timeout", "equal": False, "last": True}
+                if not (data := os.read(out, 4096)):
+                    return None
+                line += data
+        return json.loads(line)
+
+    def close(self) -> None:
+        process, self.process = self.process, None
+        if process:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+    def forget(self) -> None:
+        """In a forked child of the caller: the grader is the parent's. Its pipes must not stay open here."""
+        if self.process:
+            self.process.returncode = 0  # not ours to wait for
+            self.process.stdin.close()
+            self.process.stdout.close()
+        self.__init__()
+
+
+GRADER = Grader()
+atexit.register(GRADER.close)
+os.register_at_fork(after_in_child=GRADER.forget)
+
+
+def peak_memory() -> int:
+    """Bytes this process ever held. Not ru_maxrss, which counts what the process held before its exec: the trainer."""
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as status:
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read())[1]) << 10
+    return 0  # no /proc, and no limit on memory either
+
+
+def grader_child() -> None:
+    """The child's side: one JSON line in, one out."""
+    import resource
+
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever a library prints must not look like a verdict
+
+    def say(**reply):
+        out.write(json.dumps(reply).encode() + b"\n")
+
+    try:
+        logging.disable(logging.CRITICAL)  # math-verify logs whole expressions
+        equivalent("x+1", "1+x")  # loads sympy and the grammar
+    except ImportError as error:
+        return say(fatal=f"{error} (pip install math-verify)")
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_AS, (Grader.MEMORY, Grader.MEMORY))
+    say(ready=True)
+    for line in sys.stdin.buffer:
+        answer, gold, limit_s = json.loads(line)
+        cpu = int(time.process_time() + limit_s) + 2
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        reply = {"equal": False}
+        try:
+            reply["equal"] = equivalent(answer, gold)
+        except MemoryError:
+            reply["event"] = "memory"
+        except Exception as error:  # sympy raises nearly everything; the caller counts and logs it
+            reply["event"] = f"error: {type(error).__name__}"
+        peak = peak_memory()
+        if peak > 0.8 * Grader.MEMORY and not reply["equal"]:
+            reply["event"] = "memory"  # math-verify takes a MemoryError for "not equal"
+        say(**reply, last=peak > 0.5 * Grader.MEMORY or reply.get("event") == "memory")
+
+
+def math_equal(answer: str, gold: str, limit_s: float = 3.0) -> bool:
+    """Is the text of an answer mathematically equal to the gold? limit_s: wall-clock seconds, then it counts as wrong.
+
+    Plain numbers are compared here, exactly; anything else in the child process: some ms, and 1-2 s to start it.
+    Raises GradingError if the child cannot be started.
+    """
+    x, y = rational(answer), rational(gold)
+    if x is not None and y is not None and "%" not in answer + gold:
+        return x == y or (10**400 % y.denominator > 0 and rounded(answer, y))
+    if not answer.strip() or not gold.strip() or len(gold) > 4000 or len(answer) > 1000 + 2 * len(gold):
+        return False
+    return GRADER.ask(answer, gold, limit_s)
+
+
+def math_correct(response: str, gold: str, limit_s: float = 3.0) -> bool:
+    """c(y) for mathematics: the response's answer block equals the gold. No block, no answer: prose is never graded."""
+    answer = extract_answer(response)
+    return answer is not None and math_equal(answer, gold, limit_s)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Code: the program of an answer is run on every test inside bubblewrap, and its output compared token by token.
+#
+# grader -> bwrap -> launcher (process 1 of the sandbox) -> program. Namespaces hide files, network, processes and the
+# environment of the host; with the launcher the kernel ends all that is inside. rlimits bound one process; every 50 ms
+# the grader looks at the sum over all, and it keeps the time and the expected output. Not kept from a program: faults
+# of the kernel, reading /usr and the installed packages, memory in files nobody maps (memfd: 256 of file_mb a process),
+# and, where the grader is root, whom NPROC does not count, all the processes that can start between two looks.
+
+ALLOW_UNSANDBOXED = False  # what --allow-unsandboxed-code sets: go without where bubblewrap is missing or fails
+ADVICE = "apt install bubblewrap, or let programs use your files and network with --allow-unsandboxed-code"
+START_S, LOOK_S = 15.0, 0.05  # to start a sandbox, which no program is charged for; between two looks
+RETRY_S = (0.2, 1.0, 3.0)  # before another try, where the sandbox failed
+ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}
+ENVIRONMENT |= {"PYTHONUTF8": "1", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"}  # arenas and BLAS threads reserve
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # 64 MiB and more each
+NUMBER = re.compile(r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+
+class SandboxError(GradingError):
+    """Programs cannot be run here: a failure of the machinery, never a verdict on an answer."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run. status: passed, wrong, crashed, timeout, memory, output-limit or sandbox-error; seconds: wall time."""
+
+    status: str
+    stdout: str
+    stderr: str
+    returncode: int | None  # as in subprocess; None where the grader ended the program
+    seconds: float
+
+
+def extract_program(response: str) -> str | None:
+    """The program of the answer block: its last python block, else its last untagged one; without a fence, all of it.
+
+    A block opens where a line starts with ```, or ends with ``` and one word; it closes at a line of ``` alone, or with
+    the answer. A block in another language is never run. None where there is no answer or nothing in it.
+    """
+    if (answer := extract_answer(response)) is None:
+        return None
+    blocks: dict[str, list[str]] = {}  # language -> lines of its last block
+    fence, margin, lines = "", 0, []  # of the open block. No regex: those that skip to a fence are quadratic
+    for line in answer.split("\n"):
+        indent, text = len(line) - len(line.lstrip(" ")), line.strip()
+        head, ticks, info = line.partition("```")
+        words = info.lstrip("`").lower().split()
+        if fence and text.startswith(fence) and not text.strip("`") and indent <= margin + 3:
+            fence = ""
+        elif fence:
+            lines.append(line[min(indent, margin) :])
+        elif ticks and "`" not in info.lstrip("`") and (not head.strip() or len(words) == 1):
+            fence, margin = "`" * (3 + len(info) - len(info.lstrip("`"))), len(head) * head.isspace()
+            language = "python" if words[:1] in (["python"], ["py"], ["python3"], ["py3"]) else "".join(words[:1])
+            blocks[language] = lines = []
+    program = "\n".join(blocks.get("python", blocks.get("", []))) if blocks else answer.strip()
+    return program if program.strip() else None
+
+
+def same_output(stdout: str, expected: str) -> bool:
+    """Equal token by token; blanks and line ends do not count. Only where the expected token e is written with a point
+    or an exponent, a number within 1e-6 * max(1, |e|) will do: 3 for 3.0 passes, 3.0 for 3 does not, nan never."""
+    tokens, wanted = stdout.split(), expected.split()
+    return len(tokens) == len(wanted) and all(t == w or _close(t, w) for t, w in zip(tokens, wanted, strict=True))
+
+
+def _close(token: str, wanted: str) -> bool:
+    if not (re.search("[.eE]", wanted) and NUMBER.fullmatch(wanted) and NUMBER.fullmatch(token)):
+        return False
+    x, e = float(token), float(wanted)
+    return math.isfinite(e) and abs(x - e) <= 1e-6 * max(1.0, abs(e))  # 1e999 is inf
+
+
+# An interpreter of its own, because nothing may run between fork and exec of a trainer with threads and CUDA. Not
+# dumpable: the program cannot open the report pipe in /proc/1/fd. SIGINT at its default: no signal from inside reaches
+# process 1 without a handler. Reports r (it runs), ! (no exec), then the exit status; reaps on until it is killed.
+LAUNCHER = """
+import ctypes, os, resource, signal, sys
+report, prctl = int(sys.argv[1]), getattr(ctypes.CDLL(None), "prctl", lambda *a: 0)
+for option, value in ((1, 9), (4, 0), (36, 1)):  # PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER
+    prctl(option, value, 0, 0, 0)
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.set_inheritable(report, False)
+child = os.fork()
+if child == 0:
+    try:
+        prctl(1, 9, 0, 0, 0)
+        for name, value in (item.split("=") for item in sys.argv[2].split()):
+            kind = getattr(resource, "RLIMIT_" + name)
+            hard = resource.getrlimit(kind)[1]
+            value = int(value) if hard == resource.RLIM_INFINITY else min(int(value), hard)
+            try:  # a program may ask for a deeper stack, and the wall clock limits its time
+                resource.setrlimit(kind, (value, hard if name in ("STACK", "CPU") else value))
+            except (OSError, ValueError):  # macOS refuses some
+                pass
+        os.execv(sys.argv[3], sys.argv[3:])
+    finally:
+        os.write(report, b"!")
+        os._exit(127)
+os.write(report, b"r")
+while True:
+    try:
+        pid, status = os.wait()
+    except ChildProcessError:
+        signal.pause()
+    if pid == child:
+        os.write(report, b"%d\\n" % os.waitstatus_to_exitcode(status))
+"""
+
+
+@functools.lru_cache
+def _sizes(bwrap: str) -> bool:
+    """Whether this bwrap can bound a tmpfs (0.7 and later). Where not, _over_limits ends the program that fills one."""
+    return "--size" in subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout
+
+
+def _sandbox(bwrap: str, source: int, size: int) -> list[str]:
+    """The bwrap command up to the program: /usr, the interpreter, two writable folders of `size` bytes, no more."""
+    args = [bwrap, "--unshare-all", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--ro-bind", "/usr", "/usr"]
+    for top in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):  # links into /usr, or folders
+        args += ["--symlink", os.readlink(top), top] if os.path.islink(top) else ["--ro-bind-try", top, top]
+    args += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]  # else root's program writes to /proc/sys
+    for path in ("/dev/shm", "/tmp"):
+        args += [*(("--size", str(size)) if _sizes(bwrap) else ()), "--tmpfs", path]
+    paths = ["/etc/ld.so.cache", "/etc/alternatives"]
+    for prefix in {f(p) for p in (sys.base_prefix, sys.prefix) for f in (str, os.path.realpath)}:
+        if not f"{prefix}/".startswith(("//", "/usr/")):  # never all of it: a prefix may be a project's own folder
+            paths += [os.path.join(prefix, name) for name in ("bin", "lib", "lib64", "pyvenv.cfg")]
+    for path in paths:
+        args += ["--ro-bind-try", path, path]
+    args += ["--dir", "/tmp/run", "--file", str(source), "/tmp/run/main.py", "--chdir", "/tmp/run"]
+    return [*args, "--remount-ro", "/dev", "--remount-ro", "/", "--"]  # else two more folders to fill
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+    return ""  # the process is gone, or there is no /proc
+
+
+def _below(root: int) -> Iterator[int]:
+    """The processes below `root`, parents first, by the kernel's own lists: all of /proc costs 10 ms on a busy host."""
+    todo = [root]
+    for pid in todo:
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                todo += map(int, _read(f"/proc/{pid}/task/{task}/children").split())
+        if pid != root:
+            yield pid
+
+
+def _over_limits(root: int, sandboxed: bool, memory: int, tmpfs: int, tasks: int) -> str | None:
+    """The status of a program whose processes together exceed a limit: rlimits count by process, and NPROC not root."""
+    pids, resident, used = [], 0, 0
+    for pid in _below(root):
+        pids.append(pid)
+        with contextlib.suppress(OSError, IndexError):
+            tasks -= len(os.listdir(f"/proc/{pid}/task"))
+            resident += int(_read(f"/proc/{pid}/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        if tasks < -1:  # the launcher is one
+            return "crashed"
+    if resident > memory:  # a page shared by forks was counted once for each: take shares of it (slower)
+        shares = [re.search(r"^Pss: +(\d+)", _read(f"/proc/{pid}/smaps_rollup"), re.M) for pid in pids]
+        if not any(shares) or sum(int(share[1]) << 10 for share in shares if share) > memory:
+            return "memory"
+    with contextlib.suppress(OSError, IndexError):  # a file in a tmpfs is memory too; an empty one takes about 1 kB
+        for path in ("tmp", "dev/shm") if sandboxed else ():
+            disk = os.statvfs(f"/proc/{pids[0]}/root/{path}")
+            used += (disk.f_blocks - disk.f_bfree) * disk.f_frsize + ((disk.f_files - disk.f_ffree) << 10)
+    return "memory" if used > 2.5 * tmpfs else None
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """End all below `process`, then itself: the dead reap nobody. In the sandbox the first signal ends all at once."""
+    with contextlib.suppress(ProcessLookupError):
+        for _ in range(500):
+            os.kill(process.pid, signal.SIGCONT)  # an unprotected program can stop the launcher
+            pids = []
+            for pid in _below(process.pid):
+                pids.append(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if not pids:
+                break
+            time.sleep(0.002)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _run(
+    bwrap: str | None, program: str, stdin: str, limit_s: float, memory: int, cap: int, size: int, tasks: int
+) -> tuple[str | None, bytes, bytes, bytes, float]:
+    """(status if the grader ended it, stdout, stderr, the launcher's report, seconds); memory, cap and size in bytes.
+
+    Without bwrap the limits hold, but nothing keeps the program from the user's files and processes, the network, or
+    (as root) raising the limits, and a program that kills its launcher can leave processes behind.
+    """
+    with contextlib.ExitStack() as stack:
+        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="agon-", ignore_cleanup_errors=True))
+        files = []
+        for name, text in (("stdin", stdin), ("main.py", program)):
+            with open(os.path.join(home, name), "wb") as file:
+                file.write(text.encode("utf-8", "replace"))
+            files.append(stack.enter_context(open(file.name, "rb")))
+        given, source = files
+        limits = f"CORE=0 CPU={math.ceil(limit_s) + 1} AS={memory + (1 << 30)} FSIZE={size} NOFILE=256 STACK={8 << 20}"
+        if bwrap and [int(n) for n in re.findall("[0-9]+", os.uname().release)[:2]] >= [5, 14]:
+            limits += f" NPROC={tasks + 1}"  # on older kernels, and outside, it counts all processes of the user
+        reader, writer = os.pipe()
+        report = stack.enter_context(open(reader, "rb", 0))
+        with open(writer, "wb", 0):
+            command = [sys.executable, "-I", "-S", "-c", LAUNCHER, str(writer), limits, sys.executable, source.name]
+            env = ENVIRONMENT | {"HOME": home}
+            if bwrap:
+                command[-1], env = "/tmp/run/main.py", ENVIRONMENT
+                command = _sandbox(bwrap, source.fileno(), 4 * size) + command
+            process = subprocess.Popen(
+                command,
+                bufsize=0,
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=home,
+                env=env,
+                pass_fds=(writer, source.fileno()),
+                start_new_session=True,
+            )
+        streams = {stream: bytearray() for stream in (report, process.stdout, process.stderr)}
+        ended, started, look, deadline = None, 0.0, 0.0, time.monotonic() + START_S
+        try:
+            selector = stack.enter_context(selectors.DefaultSelector())  # not select(): a trainer may hold > 1024 files
+            for stream in streams:
+                os.set_blocking(stream.fileno(), False)
+                selector.register(stream, selectors.EVENT_READ)
+            while report in selector.get_map() and b"\n" not in streams[report]:
+                for key, _ in selector.select(LOOK_S):
+                    chunk = key.fileobj.read(1 << 16)
+                    streams[key.fileobj] += chunk
+                    if not chunk:
+                        selector.unregister(key.fileobj)
+                now = time.monotonic()
+                if not started and streams[report]:
+                    started, deadline = now, now + limit_s
+                if now >= deadline:
+                    ended = "timeout" if started else "sandbox-error"
+                elif started and now >= look:
+                    ended, look = _over_limits(process.pid, bwrap is not None, memory, 4 * size, tasks), now + LOOK_S
+                if ended or max(map(len, streams.values())) > cap:
+                    break
+            seconds = time.monotonic() - started if started else 0.0
+        finally:
+            _kill(process)
+            for stream, data in streams.items():  # the writers are dead: what is in the pipes is all there will be
+                with stream:
+                    while len(data) <= cap and (chunk := stream.read(1 << 16)):
+                        data += chunk
+    told, out, err = streams.values()
+    ended = "output-limit" if max(len(out), len(err)) > cap else ended
+    return ended, out[:cap], err[:cap], told, seconds
+
+
+def run_program(
+    program: str,
+    stdin: str = "",
+    expected: str | None = None,
+    *,
+    limit_s: float = 6.0,
+    memory_mb: int = 1024,
+    output_bytes: int = 1_000_000,
+    file_mb: int = 16,
+    processes: int = 256,
+) -> Result:
+    """Run a program once: passed is exit status 0 and the `expected` output (None: any). SandboxError without bwrap.
+
+    limit_s: wall seconds. memory_mb: resident MiB of all its processes; each may map 1 GiB more, because 200 threads
+    reserve 8 MiB of stack each. output_bytes: of stdout and of stderr. file_mb: MiB of a file; /tmp and /dev/shm hold
+    four times as much each. processes: with their threads; more of them is "crashed", too many files is "memory".
+    """
+    bwrap = shutil.which("bwrap")
+    if bwrap is None and not ALLOW_UNSANDBOXED:
+        raise SandboxError(f"code is graded by running it, and there is no bubblewrap: {ADVICE}")
+    for sandbox in (bwrap, None) if bwrap and ALLOW_UNSANDBOXED else (bwrap,):
+        try:
+            limits = limit_s, memory_mb << 20, output_bytes, file_mb << 20, processes
+            status, out, err, told, seconds = _run(sandbox, program, stdin, *limits)
+        except OSError as error:  # no more processes, files or disk
+            status, out, err, told, seconds = "sandbox-error", b"", str(error).encode(), b"", 0.0
+        if not status and not re.fullmatch(rb"r-?[0-9]+\n", told):  # outside, a program can kill the launcher
+            status = "crashed" if told == b"r" and not sandbox else "sandbox-error"
+        if status != "sandbox-error":
+            break
+    stdout, stderr, code = out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), None
+    if status is None and (code := int(told[1:])) == 0:
+        status = "passed" if expected is None or same_output(stdout, expected) else "wrong"
+    elif status is None:
+        memory = stderr.rstrip().rpartition("\n")[2].startswith("MemoryError")
+        status = "timeout" if code == -signal.SIGXCPU else "memory" if memory else "crashed"
+    if status not in ("passed", "wrong", "crashed"):
+        count(status if status == "sandbox-error" else f"code-{status}")
+    return Result(status, stdout, stderr, code, seconds)
+
+
+def check_sandbox() -> None:
+    """Raise SandboxError, in one line, where programs cannot be run: ask before long work."""
+    code_correct(f"{THINK_CLOSE}{ANSWER_OPEN}print(1){ANSWER_CLOSE}", [("", "1")])
+
+
+def code_status(response: str, tests: Sequence[tuple[str, str]], **limits: float) -> str:
+    """The status of the first of the (stdin, stdout) tests that a program does not pass, or "passed"; "no program", or
+    "wrong" without tests. Limits: run_program's. A sandbox that fails is tried again, then SandboxError is raised."""
+    if (program := extract_program(response)) is None:
+        return "no program"
+    for stdin, expected in tests:
+        for pause in (*RETRY_S, 0.0):
+            result = run_program(program, stdin, expected, **limits)
+            if result.status != "sandbox-error":
+                break
+            time.sleep(pause)
+        else:
+            message = " ".join(result.stderr.split())[-300:] or "no message"
+            raise SandboxError(f"bubblewrap does not work here ({message}): mend it ({ADVICE})")
+        if result.status != "passed":
+            return result.status
+    return "passed" if tests else "wrong"
+
+
+def code_correct(response: str, tests: Sequence[tuple[str, str]], **limits: float) -> bool:
+    """c(y) of a program: right on every one of `tests`, of which there must be one. Raises SandboxError."""
+    return code_status(response, tests, **limits) == "passed"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# c(y), whatever the kind
+
+CHECKERS: dict[str, Callable[[Problem, str], bool]] = {
+    "congruence": lambda problem, response: congruence_correct(response, problem.gold),
+    "math": lambda problem, response: math_correct(response, problem.gold),
+    "code": lambda problem, response: code_correct(response, problem.tests),
+}
 
 
 def is_correct(problem: Problem, response: str) -> bool:
     """c(y): the verified correctness of one response, by the checker of the problem's kind."""
-    return CHECKERS[problem.kind](response, problem.gold)
+    return CHECKERS[problem.kind](problem, response)
 
 
-def load_problems(name: str, split: str = "train", limit: int | None = None, seed: int = 0) -> list[Problem]:
-    """The problems of one split: "train", "validation" or "test", disjoint and always the same for one seed.
+# ---------------------------------------------------------------------------------------------------------------
+# Data: from a row to a Problem. A row function gives the Problem, or the reason why the row is dropped, or None where
+# the row is not of the chosen level.
 
-    "congruence" is the built-in task: 1,008 distinct problems, 408 train, 100 validation, 500 test.
-    Raises ValueError for an unknown name or split.
+
+def _text(cell: object) -> str:
+    """A cell as text; None is "". Numbers are welcome: a column may hold 4 in one row and "4" in the next."""
+    if cell is not None and not isinstance(cell, (str, int, float)):
+        raise ValueError(f"a {type(cell).__name__} stands where text should")
+    text = "" if cell is None else str(cell)
+    text.encode()  # half a surrogate pair would fail only later, in the tokenizer: UnicodeEncodeError is a ValueError
+    return text
+
+
+def _math(question: object, gold: object) -> Problem | str:
+    problem = Problem(_text(question).strip(), _text(gold).strip(), "math")
+    return problem if problem.question and problem.gold else "without a question or an answer"
+
+
+def _code(question: object, *cells: object) -> Problem | str:
+    """The first 20 usable tests, each of at most 64 kB and 512 kB in all: every test costs a process per answer.
+
+    `cells`: {"input": [...], "output": [...]} or [{"stdin": ..., "stdout": ...}, ...]. Tests are taken whole or not at
+    all, as half an input has another answer. Not usable: a blank expected output (printing nothing would match it), a
+    text that its source cut off with "...", and the same stdin again. Raises ValueError for any other form.
+    """
+    tests: dict[str, str] = {}
+    room = 512_000
+    for cell in cells:
+        if isinstance(cell, dict) and isinstance(cell.get("input"), list) and isinstance(cell.get("output"), list):
+            cell = [{"stdin": i, "stdout": o} for i, o in zip(cell["input"], cell["output"], strict=True)]
+        if not isinstance(cell, list) or not all(isinstance(t, dict) and {"stdin", "stdout"} <= t.keys() for t in cell):
+            raise ValueError('tests are [{"stdin": ..., "stdout": ...}, ...] or {"input": [...], "output": [...]}')
+        for stdin, stdout in ((_text(test["stdin"]), _text(test["stdout"])) for test in cell):
+            size = len(stdin.encode()) + len(stdout.encode())
+            whole = stdout.strip() and not any(text.rstrip().endswith("...") for text in (stdin, stdout))
+            if whole and stdin not in tests and size <= min(64_000, room) and len(tests) < 20:
+                tests[stdin], room = stdout, room - size
+    problem = Problem(_text(question).strip(), "", "code", tuple(tests.items()))
+    return problem if problem.question and problem.tests else "without a question or tests"
+
+
+# Comparing outputs refuses right programs where several outputs are right, so a statement that says so is dropped. It
+# is read by sentences. "any" counts next to printing and accepting: "for any i", "if any", "choose any two" and "do not
+# print any spaces" are no such thing. "Several solutions" and "any order" count unless the sentence breaks the tie or
+# is about the input. In doubt the problem goes: a lost problem is cheap, a wrong verdict is trained on.
+_PRINT = r"(?:print|output|display|report|return|find|give)(?:s|ing)?"
+_ANY_OUTPUT = re.compile(
+    rf"(?<!not )(?<!n't )(?<!without )\b{_PRINT}:? (?:out )?(?:any|an arbitrary|(?:only )?(?:one|either) of th\w+)\b"
+    r"(?! (?:extra|additional|other|more|spaces?|text|trailing|leading|following|two|three)\b)"
+    r"|\b(?:any|all|each|every|multiple|several)(?: \w+){0,3} (?:answers?|solutions?|outputs?|them|ones?)\b"
+    r"(?!.*\berror).{0,30}\b(?:accept|correct|valid|fine|ok|okay|allowed)"
+    r"|\bif\b.*\b(?:multiple|several|many)\b.*\bany\b(?! order)"
+    rf"|\b(?:{_PRINT}|answers?)\b.*\b(?:any|arbitrary) order\b"
+)
+_SEVERAL_OUTPUTS = re.compile(
+    r"\b(?:multiple|several|many|more than one|various)(?: \w+){0,2} (?:answers?|solutions?|outputs?)\b"
+    r"|\bif there (?:are|is|exists?) (?:multiple|several|many|more than one)\b(?! test)|\b(?:any|arbitrary) order\b"
+)
+_ONE_OUTPUT = re.compile(
+    r"smallest|largest|lexicographic|minim|maxim|least|greatest|lowest|highest|creasing|scending|\bhow many|"
+    r"\b(?:number of|given|input|operations?|moves?|perform|process)\b"
+)
+
+
+def _any_output(statement: str) -> bool:
+    sentences = [" ".join(s.split()) for s in re.split(r"[.!?](?=\s)|\n\s*\n", statement.lower())]
+    several = (s for s in sentences if _SEVERAL_OUTPUTS.search(s))
+    return any(map(_ANY_OUTPUT.search, sentences)) or not all(map(_ONE_OUTPUT.search, several))
+
+
+def _deepmath(row: dict) -> Problem | str | None:
+    """A fifth of the golds are yes/no, which guessing gets half right, and no last line shows that a proof is right:
+    https://github.com/zwhe99/DeepMath/issues/1."""
+    if _text(row["difficulty"]) not in ("8", "8.0"):
+        return None
+    question, gold = _text(row["question"]), _text(row["final_answer"])
+    bare = re.sub(r"\\(?:text|math|operatorname|boxed|emph)(?:bf|it|rm)?\b|[\s${}*\"'`]", "", gold).lower()
+    if re.match(r"(?:yes|no|true|false)(?:[.,;:!]|\Z)", bare):
+        return "yes/no answers"
+    asks = re.match(r"\s*(?:please )?(?:(?:dis)?prove|(?:show|demonstrate|verify) that)\b", question, re.IGNORECASE)
+    if asks or re.match(r"(?:see)?(?:the)?proof|prove[dn]|shown|verified|(?:it)?holds|q\.?e\.?d", bare):
+        return "proofs"
+    return _math(question, gold)
+
+
+def _codecontests(row: dict) -> Problem | str | None:
+    if _text(row["difficulty"]) != "1":  # EASY in contest_problem.proto
+        return None
+    if row["input_file"] or row["output_file"]:
+        return "problems that use files"
+    if _any_output(_text(row["description"])):
+        return "problems with several right outputs"
+    try:
+        return _code(row["description"], *(row[f"{kind}_tests"] or [] for kind in ("public", "private", "generated")))
+    except ValueError:
+        return "problems with broken tests"
+
+
+def _gsm8k(row: dict) -> Problem | str:
+    _, mark, gold = _text(row["answer"]).rpartition("####")
+    return _math(row["question"], gold.replace(",", "")) if mark else "without '####'"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Data: where the rows come from
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set of the hub at one revision."""
+
+    hub: str
+    config: str | None
+    revision: str
+    row: Callable[[dict], Problem | str | None]
+    columns: tuple[str, ...]  # all that is read; the first is the question
+    splits: dict[str, tuple[str, float, float]]  # our split: split of the hub, its share low <= u < high (see _select)
+    sizes: dict[str, int]  # default limits; without one: all there is
+    stream: bool = False  # row by row over the network, nothing is kept
+    parquet: bool = True  # on the hub, which alone can leave columns unread; else JSON
+
+
+HASHED = {"train": ("train", 0.20, 1.0), "validation": ("train", 0.15, 0.20), "test": ("train", 0.0, 0.15)}
+SOURCES = {
+    # 103,022 rows. Before 2025-05-08 the questions of 48 rows gave the answer away: this is a later revision.
+    "deepmath": Source(
+        "zwhe99/DeepMath-103K", None, "5cf055d1fe3d7a2eb19719ac020211469736ae44", _deepmath,
+        ("question", "final_answer", "difficulty"), HASHED, {"train": 3000, "validation": 100, "test": 300},
+    ),
+    # Rows of many MB. The hub's valid and test hold one site's problems, none of them "easy": all is cut from train.
+    "codecontests": Source(
+        "deepmind/code_contests", None, "802411c3010cb00d1b05bad57ca77365a3c699d6", _codecontests,
+        ("description", "difficulty", "input_file", "output_file", "public_tests", "private_tests", "generated_tests"),
+        HASHED, {"train": 1000, "validation": 100, "test": 300}, stream=True,
+    ),
+    "gsm8k": Source(
+        "openai/gsm8k", "main", "740312add88f781978c0658806c59bc2815b9866", _gsm8k, ("question", "answer"),
+        {"train": ("train", 0.05, 1.0), "validation": ("train", 0.0, 0.05), "test": ("test", 0.0, 1.0)}, {},
+    ),
+    "math500": Source(
+        "HuggingFaceH4/MATH-500", None, "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
+        lambda row: _math(row["problem"], row["answer"]), ("problem", "answer"), {"test": ("test", 0.0, 1.0)}, {},
+        parquet=False,
+    ),
+}  # fmt: skip
+ENDINGS = (".jsonl", ".json", ".parquet")
+QUESTION, ANSWER, TESTS = ("question", "problem", "prompt"), ("answer", "final_answer", "gold", "solution"), ("tests",)
+USUAL = {"question": QUESTION, "answer": ANSWER, "tests": TESTS}  # column names in a file of one's own
+Row = tuple[str, "Problem | str | None"]  # a question and what became of its row
+
+
+def _first_line(error: BaseException) -> str:
+    return (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _need_columns(wanted: Iterable[str], found: Iterable[str], mend: str = "") -> None:
+    if missing := [column for column in wanted if column not in found]:
+        raise ValueError(f"no column {', '.join(missing)} (found: {', '.join(found) or 'none'}){mend}")
+
+
+def _copy_files(source: Source, root: Path, hub_split: str) -> list[Path]:
+    """The files of one hub split in a local copy: one file, or a folder as `huggingface-cli download` leaves it."""
+    found = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
+    names = {p: p.name if p == root else p.relative_to(root).as_posix() for p in found}
+    junk = re.compile(r"(?:^|/)(?:\.|dataset_infos)")  # .cache/, and what older copies hold beside parquet
+    files = [p for p in found if p.suffix.lower() in ENDINGS and not junk.search(names[p])]
+    if len({p.suffix.lower() for p in files}) != 1:
+        problem = f"no {', '.join(ENDINGS)} files of one type" if root.exists() else "no such file or folder"
+        raise ValueError(f"{root}: {problem}")
+    words = {p: re.split(r"[^a-z0-9]+", names[p].lower()) for p in files}
+    files = [p for p in files if source.config in words[p]] or files  # main/, not socratic/
+    of_split = [p for p in files if hub_split in words[p]]
+    if not of_split and len({hub for hub, *_ in source.splits.values()}) > 1:
+        raise ValueError(f"{root}: no file has {hub_split!r} in its name, which tells the splits apart")
+    return of_split or files
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict]]:
+    """(place, row) of a .jsonl file, of a .json file that holds one list, or of a .parquet file.
+
+    JSON by json.loads, line by line, with numbers as they are spelled. The readers of `datasets` and pandas want one
+    type per column and take some texts for dates; on damaged JSON pyarrow 26 can even end the process by a segfault.
+    """
+    if path.suffix.lower() == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                rows = (row for batch in file.iter_batches(256) for row in batch.to_pylist())
+                yield from ((f"row {n}", row) for n, row in enumerate(rows, 1))
+        except pyarrow.ArrowException as error:
+            raise ValueError(_first_line(error)) from None
+        return
+    loads = functools.partial(json.loads, parse_int=str, parse_float=str, parse_constant=str)
+    whole = path.suffix.lower() == ".json"
+    with open(path, "rb") as file:
+        for number, line in enumerate([file.read()] if whole else file, 1):
+            if not line.strip():
+                continue
+            try:
+                value = loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:
+                reason = getattr(error, "msg", None) or getattr(error, "reason", "nested too deeply")
+                place = f"line {getattr(error, 'lineno', 1) if whole else number}"
+                raise ValueError(f"{place} is cut off or no JSON in UTF-8 ({reason}): mend or remove it") from None
+            for n, row in enumerate(value if whole and isinstance(value, list) else [value], 1):
+                place = f"item {n}" if whole else f"line {number}"
+                if not isinstance(row, dict):
+                    form = "a .jsonl file holds one object per line, a .json file one list of objects"
+                    raise ValueError(f"{place} is a {type(row).__name__}, not an object: {form}")
+                yield place, row
+
+
+def _file_rows(paths: Iterable[Path], convert: Callable[[dict], Row]) -> Iterator[Row]:
+    """convert(row) of each row of some files. Raises ValueError, which names the file and the place."""
+    for path in paths:
+        at = ""
+        try:
+            for place, row in _records(path):
+                at = f", {place}"
+                yield convert(row)
+                at = ""
+        except (OSError, ValueError, ImportError) as error:
+            raise ValueError(f"{path}{at}: {_first_line(error)}") from error
+
+
+def _own_row(given: dict[str, str | None]) -> Callable[[dict], Row]:
+    """The row function of a file of one's own: "code" where a row has tests, else "math".
+
+    `given` may name the columns; otherwise the first of the USUAL names that the first row has.
+    """
+    column: dict[str, str] = {}
+
+    def convert(row: dict) -> Row:
+        for what, name in () if column else given.items():
+            usual = (name,) if name else USUAL[what]
+            column[what] = next((n for n in usual if n in row), usual[0])
+        last = "tests" if given["tests"] or row.get(column["tests"]) is not None else "answer"
+        _need_columns((column["question"], column[last]), row, ": --question-column and --answer-column name yours")
+        question = _text(row[column["question"]])
+        return question, (_code if last == "tests" else _math)(question, row[column[last]])
+
+    return convert
+
+
+def _named_rows(source: Source, hub_split: str, data: str | None) -> Iterator[Row]:
+    """The rows of one hub split: from the hub, or from a local copy of it. Raises ValueError.
+
+    Parquet goes through `datasets` from either place, so that a copy tests the road to the hub.
+    """
+
+    def convert(row: dict) -> Row:
+        _need_columns(source.columns, row)
+        return _text(row[source.columns[0]]), source.row(row)
+
+    files = [] if data is None else _copy_files(source, Path(data), hub_split)
+    if files and files[0].suffix.lower() != ".parquet":
+        yield from _file_rows(files, convert)
+        return
+    mend = f" (--data PATH reads a local copy of {source.hub}, HF_HUB_OFFLINE=1 what an earlier run has cached)"
+    try:
+        import datasets
+        import huggingface_hub as hub
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError(f"{source.hub}: {error}: pip install datasets{mend}") from None
+    place: tuple = (source.hub, source.config)
+    options: dict = {"split": hub_split, "revision": source.revision, "streaming": source.stream}
+    try:
+        for path in files:
+            _need_columns(source.columns, pyarrow.parquet.read_schema(path).names)
+        if files:
+            place, options = ("parquet",), {"split": "train", "streaming": True, "data_files": list(map(str, files))}
+        elif not hub.is_offline_mode():  # without a network: fails within 10 s, where `datasets` retries for minutes
+            hub.HfApi().dataset_info(source.hub, revision=source.revision, timeout=10)
+        if files or source.parquet:
+            options |= {"columns": list(source.columns), "batch_size": 64}  # rows held in memory at a time
+        yield from map(convert, datasets.load_dataset(*place, **options))
+    except (OSError, ValueError, pyarrow.ArrowException, datasets.exceptions.DatasetsError, hub.errors.HTTPError) as e:
+        raise ValueError(f"{data or source.hub}: {_first_line(e)}{'' if data else mend}") from e
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Data: which rows go where
+
+
+@functools.cache
+def _gradable(gold: str) -> bool:
+    """Does the grader accept the gold as an answer? With a patient limit: a busy machine must not change the data."""
+    return math_equal(gold, gold, limit_s=10.0)
+
+
+def _select(
+    label: str, rows: Iterable[Row], low: float, high: float, limit: int | None, seed: int, lazy: bool = False
+) -> list[Problem]:
+    """At most `limit` problems of a split: the questions with low <= u < high, shuffled, which is to say by u.
+
+    u = sha256(seed, question) / 2^256, of the question without regard to case and spacing. So the order of the rows
+    does not matter, a question that stands there twice is in one split (and kept once), and new rows move no old one.
+    `lazy` stops reading at the limit. Golds are checked last and in order: only what is returned costs time.
+    """
+    count: Counter[str] = Counter()
+    dropped: Counter[str] = Counter()
+
+    def of_split() -> Iterator[tuple[float, str, Problem]]:
+        for question, outcome in rows:
+            key = " ".join(question.split()).casefold()
+            u = int.from_bytes(hashlib.sha256(f"{seed}\0{key}".encode()).digest()[:6], "big") / 2**48
+            here = outcome is not None and low <= u < high
+            count.update(all=outcome is not None, split=here)
+            if here and isinstance(outcome, Problem):
+                yield u, key, outcome
+            elif here:
+                dropped[outcome] += 1
+
+    items: Iterable = (
+        of_split() if lazy else sorted(of_split(), key=lambda item: (item[0], item[2].question, item[2].gold))
+    )
+    if lazy or len(items) > 200:
+        from tqdm import tqdm
+
+        items = tqdm(items, desc=f"{label}: checking", leave=False, disable=None)  # None: only on a terminal
+    chosen: dict[str, tuple[float, str, Problem]] = {}
+    for item in items if limit != 0 else ():
+        _, key, problem = item
+        if key in chosen:
+            dropped["repeated questions"] += 1
+        elif problem.kind == "math" and not _gradable(problem.gold):
+            dropped["golds that the grader refuses"] += 1
+        else:
+            chosen[key] = item
+            if len(chosen) == limit:
+                break
+    drops = f"{sum(dropped.values()):,} of {count['split']:,} rows dropped: "
+    drops += ", ".join(f"{n:,} {reason}" for reason, n in dropped.most_common())
+    if not chosen and limit != 0:
+        raise ValueError(f"{label}: no problem in this split of {count['all']:,} rows{'; ' + drops if dropped else ''}")
+    if dropped:
+        logger.warning("%s: %s", label, drops)
+    if limit is not None and len(chosen) < limit:
+        logger.warning("%s: %s problems wanted, %s there", label, f"{limit:,}", f"{len(chosen):,}")
+    return [problem for _, _, problem in sorted(chosen.values(), key=lambda item: item[:2])]
+
+
+def load_problems(
+    name: str, split: str = "train", limit: int | None = None, seed: int = 0, *, data: str | None = None,
+    question_column: str | None = None, answer_column: str | None = None, tests_column: str | None = None,
+) -> list[Problem]:  # fmt: skip
+    """The problems of one split, "train", "validation" or "test": disjoint, and always the same for one seed.
+
+    `name`: "congruence", the built-in task (1,008 problems: 408, 100, 500), one of SOURCES, or a .jsonl, .json or
+    .parquet file of your own (80, 5, 15 %), whose columns can be named. `data`: a local copy of one of SOURCES, a file
+    or a folder. `limit`: at most so many; None: the default size of the set, else all. Raises ValueError, in one line.
     """
     if limit is not None and limit < 0:
         raise ValueError(f"limit {limit}: must be 0 or more")
-    if name != "congruence":
-        raise ValueError(f"unknown data set {name!r} (known: congruence)")
+    given = {"question": question_column, "answer": answer_column, "tests": tests_column}
+    source, own = SOURCES.get(name), Path(name).suffix.lower() in ENDINGS
+    splits = source.splits if source else HASHED
+    if not source and not own and name != "congruence":
+        known = f"congruence, {', '.join(SOURCES)}, or a file that ends in {', '.join(ENDINGS)}"
+        raise ValueError(f"unknown data set {name!r} (known: {known})")
+    if split not in splits:
+        raise ValueError(f"unknown split {split!r} of {name} (known: {', '.join(splits)})")
+    if (data is not None and not source) or (any(given.values()) and not own):
+        raise ValueError(f"{name}: --data is for {', '.join(SOURCES)}, column names are for a file of your own")
+    hub_split, low, high = splits[split]
+    if own:
+        return _select(f"{name} {split}", _file_rows([Path(name)], _own_row(given)), low, high, limit, seed)
+    if source:
+        rows = _named_rows(source, hub_split, data)
+        limit = source.sizes.get(split) if limit is None else limit
+        return _select(f"{name} {split}", rows, low, high, limit, seed, lazy=source.stream)
     problems = [
         Problem(f"{a:02d}x = {a * x % p:02d} (mod {p})", f"{x:02d}")
         for p in MODULI
@@ -140,7 +1489,72 @@ def load_problems(name: str, split: str = "train", limit: int | None = None, see
         for x in range(1, p)
     ]
     random.Random(seed).shuffle(problems)
-    splits = {"test": problems[:500], "validation": problems[500:600], "train": problems[600:]}
-    if split not in splits:
-        raise ValueError(f"unknown split {split!r} of {name} (known: train, validation, test)")
-    return splits[split][:limit]
+    return {"test": problems[:500], "validation": problems[500:600], "train": problems[600:]}[split][:limit]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# python reward.py FILE.jsonl: the graders on a file of responses
+
+
+def verdict(row: dict) -> str:
+    """ "right", or what befell a response: "no answer", "wrong", "timeout", "memory", "error", "crashed", ..."""
+    if extract_answer(row["response"]) is None:
+        return "no answer"
+    if "tests" in row:
+        status = code_status(row["response"], row["tests"])
+        return "right" if status == "passed" else status
+    before = EVENTS.copy()
+    return "right" if math_correct(row["response"], row["gold"]) else next(iter(EVENTS - before), "wrong")
+
+
+def response_row(row: dict) -> dict:
+    """{"response", "gold"} or {"response", "tests"} of one row of a file. Raises ValueError."""
+    problem = _math("?", row.get("gold")) if row.get("tests") is None else _code("?", row["tests"])
+    if not isinstance(row.get("response"), str) or isinstance(problem, str):
+        raise ValueError(f'needs a text "response", and a "gold" or "tests" (found: {", ".join(row) or "nothing"})')
+    return {"response": row["response"]} | ({"tests": problem.tests} if problem.tests else {"gold": problem.gold})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Grade a file, print counts by verdict, write the verdicts beside it. Returns the exit code."""
+    global ALLOW_UNSANDBOXED
+    import argparse
+
+    from tqdm import tqdm
+
+    parser = argparse.ArgumentParser(prog="reward.py", description="Grade a file of responses.")
+    parser.add_argument("file", type=Path, help='lines of {"response", "gold"} or {"response", "tests"}')
+    parser.add_argument("--out", type=Path, help="file for the verdicts (default: beside FILE, as NAME.verdicts.jsonl)")
+    parser.add_argument("--allow-unsandboxed-code", action="store_true", help="run programs without bubblewrap")
+    args = parser.parse_args(argv)
+    out, counts = args.out or args.file.with_suffix(".verdicts.jsonl"), Counter()
+    ALLOW_UNSANDBOXED = args.allow_unsandboxed_code
+    try:
+        rows = list(_file_rows([args.file], response_row))  # all of them are read before the first is graded
+        if any("tests" in row for row in rows):
+            check_sandbox()
+        if out.exists():
+            raise ValueError(f"{out} exists; remove it, or name another file with --out")
+        with open(out, "w", encoding="utf-8") as file:
+            for number, row in enumerate(tqdm(rows, unit="response"), 1):
+                said = verdict(row)
+                counts[said] += 1
+                record = {"row": number, "verdict": said, "phi": format_score(row["response"])}
+                print(json.dumps(record | {"answer": extract_answer(row["response"])}), file=file)
+    except (ValueError, OSError) as error:
+        named = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+        print(f"reward.py: error: {named}{_first_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"interrupted; the first {sum(counts.values())} verdicts are in {out}", file=sys.stderr)
+        return 130
+    print("\n".join(f"{n:6} {said}" for said, n in counts.most_common()) or "no responses")
+    print(f"{len(rows)} responses; verdicts: {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--grader-child"]:
+        grader_child()
+    else:
+        sys.exit(main())

@@ -7,15 +7,18 @@ The shape alphabet stands at the head of model.py.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 import torch
 from transformers import DynamicCache
 
 from model import Pair, cache_argument
-from reward import ANSWER_CLOSE, ANSWER_OPEN, THINK_CLOSE, THINK_OPEN, extract_answer
+from reward import THINK_CLOSE, extract_answer, math_equal, rational
 
 # ---------------------------------------------------------------------------------------------------------------
 # Prompts. Both open with the problem, so the N challenges of one problem share a long prefix
@@ -55,66 +58,378 @@ def chat_ids(tokenizer, content: str) -> list[int]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# s(a): what the challenger reads
+# s(a): what the challenger reads. First goes what tells the answer by its place or its words alone (blocks, program
+# text, boxes, CUTS), then the draft's own answer where the rest concludes with it (`concludes`). Repetitions are
+# bounded and loops are one pass each: a policy that loops writes 100,000 characters of anything.
+
+INVISIBLE = re.compile(r"[\xad\u061c\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\U000e0000-\U000e01ef]")
+WIDE = str.maketrans("＜＞｜［］／＝％＋−", "<>|[]/=%+-")  # DeepSeek writes <｜User｜>; U+2212 is the printed minus
+ANSWER_TAG = re.compile(r"(?i)<\s{0,4}(/?)\s{0,4}(?:final[_ -]?)?answer\b[^<>]{0,40}>")
+FENCE = re.compile(r"(`{3,8}|~{3,8}).*?(?:\1|\Z)", re.DOTALL)
+BOX = re.compile(
+    r"\\?\b(?:f?boxed|fbox|framebox|bbox)\s{0,4}(?:\[[^\[\]\n]{0,40}\]\s{0,4}){0,2}\{|\\(?:boxed|fbox|framebox)(?![a-z])"
+)
+BARE_BOX = re.compile(r"[^\n$]{0,400}?(?=\$|\\[)\]]|[.;!?](?:\s|\Z)|\n|\Z)|[^\n$]{400}")  # "\boxed 42 is it."
+BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
+PROGRAM_LINE = re.compile(  # a line that can only be program text
+    r"[ \t]{0,40}(?:import \w|from \w+ import |def \w+ ?\(|class \w+[(:]|print ?\(|#include|using namespace |for ?\(|"
+    r"if __name__|(?:int|void) main ?\(|for [\w, ]{1,30} in \w+\(|[\w, *]{1,40} = (?:int|list|map|sorted|input|sys)\b)"
+)
+STRUCTURE = re.compile(  # what some tokenizer reads as structure; all read it out of plain text
+    r"<\|[^|<>]{0,40}\|?>|<[^|<>]{1,40}\|>"  # Qwen, Llama 3, DeepSeek; Gemma 4 has <|turn> and <turn|>
+    r"|</?(?:s|bos|eos|pad|unk|mask|cls|sep|unused[0-9]{1,4}|(?:start|end)_of_[a-z]{1,20}|fim_[a-z]{1,12})>|<</?SYS>>"
+    r"|\[/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_[A-Z]{1,12}|ARGS|CALL_ID|IMG[A-Z_]{0,6}|THINK|PREFIX|SUFFIX)\]"
+    r"|(?i:<\s{0,4}/?\s{0,4}(?:(?:final[_ -]?)?answer|think(?:ing)?|thought|tools?|tool_\w{1,9}|function)\b"
+    r"[^<>]{0,40}>)"
+)
+
+# Statements that go whatever they state; group 1 stays, the last group is what they said.
+ANSWER = "answers?|ans|réponse|antwort|respuesta|risposta|resposta|ответ(?:ом)?"
+RESULT = "results?|solutions?|résultat|ergebnis|lösung|resultado|solución|risultato|solução|результат"
+IS = r"(?:is|are|was|be|equals?|est|ist|lautet|es|è|é|равен|равно|является)(?![^\W_])"
+REST = r"(\S[^\n]*?)(?=[.!?]{1,3}[\"'”»)*_$]{0,4}(?:\s|\Z)|[。！？\n]|\Z)"  # to the sentence's end; 3.5 does not end it
+GAP, OPEN = r"(?:[^\w.!?\n]|_){0,8}", r"[\W_]{0,8}"
+SHORT = r"(\S[^\n]{0,30}?)(?=[.!]?[ *_$]{0,4}(?:\n|\Z))"
+CUTS = [
+    # "**Final Answer:** 42", "the answer is $42$, as wanted."
+    rf"(?i)(?<![^\W_])({ANSWER}){GAP}(?:{IS}|[:：=≈≡→⇒—–]|->|- ){OPEN}{REST}",
+    # "the result is 42."; "Result: 42", but a long text after "Solution:" is the work
+    rf"(?i)(?<![^\W_])({RESULT}){GAP}(?:{IS}{OPEN}{REST}|[:：=]{OPEN}{SHORT})",
+    # "the answer to part (b) must be 42", "the correct choice is (C)"
+    r"(?i)\b((?:the|my|our|final|correct|right|best)\s(?:answer|choice|option))\b"
+    rf"[^.!?\n=:]{{0,60}}?\b{IS}\s{{1,4}}{REST}",
+    # "## Final Answer", the value on a line below
+    rf"(?im)(^[ \t>#*_]{{0,8}}(?:(?:final )?(?:{ANSWER})|final result)[ \t*_:#]{{0,8}}\n)\s{{0,8}}{REST}",
+    # 答案是 42。
+    r"((?:答案|答え|解答|正解|结果|정답|답)[^。，,\n]{0,6}?(?:是|为|為|等于|[:：=]|は|은|는))\s{0,4}" + REST,
+]
+CUTS = [re.compile(pattern) for pattern in CUTS]
+
+# Numbers as people write them: NUMBER finds them, `exact` reads them.
+ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+ONES, TENS = ONES + " seventeen eighteen nineteen", "twenty thirty forty fifty sixty seventy eighty ninety"
+NUMERALS = {word: i for i, word in enumerate(ONES.split())} | {word: 10 * i for i, word in enumerate(TENS.split(), 2)}
+PARTS = "half third fourth fifth sixth seventh eighth ninth tenth"
+PARTS = {word: i for i, word in enumerate(PARTS.split(), 2)} | {"halve": 2, "quarter": 4, "hundredth": 100}
+WORD, PART = "|".join(sorted(NUMERALS, key=len, reverse=True)), "|".join(PARTS)
+COMMA = r"(?:,|\{,\}|,?\\!|\\[,;]|[ \xa0\u2009\u202f'])"  # 1,234  1{,}234  1\,234  1 234
+GROUPED = rf"(?<=[0-9]){COMMA}(?=[0-9]{{3}}(?![0-9]))"
+INTEGER = rf"(?:[0-9]{{1,3}}(?:{COMMA}[0-9]{{3}}){{1,20}}(?![0-9])|[0-9]{{1,400}})"
+ARG = r"\s?(?:[0-9]|\{\s?-?[0-9]{1,30}\s?\})"
+PERCENT = r"(?:\s?(?:\\?%|(?i:per ?cent|prozent|pour cent|por ciento)\b))"
+NUMBER = re.compile(
+    rf"(?<![0-9A-Za-z_.])(?:(?:[-+]|(?<=[=≡≈] )-\s|(?<=[=≡≈])-\s)?(?:"  # "x = - 5" has a sign, "12 - 5" has none
+    rf"(?:[0-9]{{1,9}}\s?)?(?:\\[dtc]?frac{ARG}{ARG}|[¼-¾⅐-⅞])"
+    rf"|0x[0-9a-fA-F]{{1,30}}|[0-9]{{1,9}} [0-9]{{1,9}} ?/ ?[0-9]{{1,9}}|{INTEGER} ?/ ?{INTEGER}|0,[0-9]{{1,30}}"
+    rf"|(?:{INTEGER}?\.[0-9]{{1,400}}|{INTEGER})(?:\\overline\s?(?:[0-9]|\{{[0-9]{{1,9}}\}}))?"
+    r"(?:[eE][-+]?[0-9]{1,3}|\s?(?:\\times|\\cdot|[×·*])\s?10\s?\^\s?(?:-?[0-9]{1,3}|\{\s?-?[0-9]{1,3}\s?\}))?"
+    rf")|(?i:(?:(?:minus|negative) )?(?:a (?:half|third|quarter|hundred|thousand)|half|{WORD})\b"
+    rf"(?:[ -](?:hundred(?: and)?|thousand|{WORD}|(?:{PART})s?)\b"
+    rf"| and (?:a|one|two|three) (?:half|thirds?|quarters?)\b){{0,6}})){PERCENT}?"
+)
+UNIT = re.compile(  # "42 cm^2", "42^\circ", "42 (mod 100)"
+    r"(?:\s{0,3}(?:\^\s?\{?\s?\\circ\s?\}?|°|(?!(?:pi|sqrt|exp|ln|log|sin|cos|tan|mod)\b)[A-Za-z]{2,20}(?![A-Za-z])"
+    r"|\(mod [^()]{1,20}\)|\\pmod\s?\{[^{}]{1,20}\})(?:\^?[23²³])?[./]?){0,5}\s{0,3}"
+)
+
+# The conclusion position: what stands before a value (FILL may lie between), and after it.
+FILL = (
+    r"(?:[\s$*_`\"'“‘~&{(\[,…€£±]|\\[(\[,;:! $]|<[a-z]{1,6}>|\\(?:q?quad|left|bf|emph|underline|pm"
+    r"|(?:text|math|display)\w{0,5})(?![A-Za-z])|\b(?:an?|the|just|only|exactly|simply|precisely|therefore|thus|then|also"
+    r"|indeed|about|approximately|of course|again)\b){0,10}$"
+)
+STATES = re.compile(  # "x = 42", "it equals 42", "adds up to 42", "plugging in 42"; "[withheld], or 42"
+    r"(?i)(?:(?<![!<>])[=≡≈≅:：→⇒⟹∴]|[-=]>|\\(?:equiv|approx|simeq|Rightarrow|implies|therefore)(?![A-Za-z])|是|为|為|等于"
+    r"|得到?|即|共有?|有|故|因此|所以|は|은|는|\[withheld\]\W{0,3}(?:or|i\.e\.|that is|which is|and|\()|[a-z]{2}\sto"
+    r"|(?<![^\W_])(?:is|are|was|were|be|been|equals?|gets?|got|gives|gave|giving|yields?|yielding|obtain\w{0,3}|find"
+    r"|found|becomes?|leaves|leaving|makes?|totals?|totalling|answer(?: of)?|namely|i\.e\.|that is|value"
+    r"|(?:plug|substitut|verif|check)\w{0,5}(?: back)?(?: in| with| for)?|est|vaut|donne|égale?(?: à)?|ist|sind|beträgt"
+    r"|ergibt|gleich|lautet|es|son|vale|igual a|da|равен|равно|равна|равняется|получаем|составляет))" + FILL
+)
+HINTS = re.compile(  # the same where the clause ends after the value: "so 42.", "we have 42 in total"
+    r"(?i)(?<![^\W_])(?:so|hence|thus|therefore|then|give|have|has|only|as|at|remains?|count|(?<![0-9$] )or|to"
+    r"|(?:total|sum|factor|remainder|maximum|minimum)(?: of)?)[,:]?" + FILL
+)
+ENDS = re.compile(
+    r"(?:\s(?:in total|in all|altogether|overall)|[\s$*_`\"'”’)\]}]|\\[)\],;:! ]|\\\\){0,6}"
+    r"(?:[.;!?。；|](?![0-9])|[,，](?!\s?[0-9$])|\n|\Z)"
+)
+ALONE = [  # (before, after)
+    (  # on a line, in a table cell, after a bullet or #### or in display mathematics
+        r"[\n|][ \t>#]{0,8}(?:(?:[-*+•]|\(?[0-9a-z][.)])[ \t]{1,3})?"
+        r"(?:[ \t$*_`±]|\\[(\[]|\\pm|\\(?:text|math)\w{0,4}\{){0,6}$",
+        r"(?:[ \t$*_`}]|\\[)\]]){0,8}[.!。]?(?:[ \t$*_`]|\\[)\]]){0,6}[\n|]",
+    ),
+    (r"(?:\*\*|__)\$?$", r"\$?(?:\*\*|__)"),
+    (r"\A\n[$*\s]{0,4}$", r"[$*]{0,4}(?:[.!,]\s|\s?[—–]|\s-\s)"),  # the first word: "42. We count ..."
+    (  # "42 is the answer", "C is correct", "42 works"
+        r"$",
+        r"(?i)\W{0,4}(?:works|satisfies|(?:is|must be|as)(?: indeed)?(?: the| our)?(?: final| only)? (?:answer|result"
+        r"|solution|total|correct|right|required|desired|wanted))\b",
+    ),
+]
+ALONE = [(re.compile(before), re.compile(after)) for before, after in ALONE]
+# Never: in a sub- or superscript, inside a longer number or word, as the first term of "1 - 1/n".
+SCRIPT = re.compile(r"(?:(?<!_)_|\^)\s?(?:\{[^{}]{0,40})?$")
+GOES_ON = re.compile(
+    r"[0-9A-Za-z_]|\((?![A-Za-z]{2})|[.,][0-9]|-[A-Za-z]|!\s?[-+=*/^]|\s(?:times|plus|minus|mod|hundred|thousand)\b"
+    r"|[)\]}]{0,2}[ \t]{0,3}(?:[-+/·×÷⋅]|\*(?!\*)|\^(?!\s?\{?\s?\\circ))[ \t]{0,3}(?:[0-9\\({]|[A-Za-z](?![A-Za-z]))"
+    r"|\s?\\(?:cdot|times|div|pm|mp|[dt]?frac|sqrt|pi|binom|ln|log|sin|cos|tan|infty)(?![A-Za-z])"
+)
+EQUATES = re.compile(r"(?:[\s$*)\]}]|\\[)\]]){0,4}(?:[=≡≈<>≤≥]|\\(?:equiv|approx|leq?|geq?)(?![A-Za-z]))")
+OPERATOR = re.compile(
+    r"(?:[+/^·×÷⋅<>≤≥]|(?:[0-9)}\]]|\b[A-Za-z])\s?[-*]|\\(?:cdot|times|div|pm|leq?|geq?)|mod|modulo)[\s({$]{0,4}$"
+)
+PROSE = (  # a word before or after the value
+    re.compile(
+        r"(?i)(?<![\\^_])\b(?!(?:[pb]?mod|modulo|steps?|cases?|equation|lemma|part|withheld)\b)[^\W\d_]{2,30}"
+        r"(?:[^\w\\]|\\[(\[]){0,4}$"
+    ),
+    re.compile(r"(?:[^\w\\]|\\[)\]]){1,4}(?!withheld|[pb]?mod)[^\W\d_]{2}"),
+)
+# Answers that are no numbers
+FORMULA = re.compile(  # after a sign or word of STATES, up to the next word or sign
+    r"(?:[=≡≈:]|withheld\]\W{0,3}or\s|\\(?:equiv|approx)(?![a-z])|\$\$|\\\[|\b(?:is|are|be|equals?|gives?|get|yields?|obtain|to)\s)[\s$]{0,4}"
+    r"(?:\\[(\[])?\s{0,3}((?:\\[a-zA-Z]{1,20}|\\[{},;:!% |]|(?:pi|sqrt|exp|ln|log|sin|cos|tan)(?![A-Za-z])"
+    r"|[A-Za-z](?![A-Za-z])|[^\\A-Za-z\n$;:=≡≈。|]){1,120})"
+)
+OPTION = re.compile(r"(?i)(?:\b(?:option|choice|answer|choose|pick|select|letter)|选)\W{0,4}\Z")
+CONCLUDING = re.compile(
+    r"(?i)\b(?:so(?! that)|hence|thus|therefore|conclu\w{1,6}|consequently|it follows|which means|indeed)\b"
+    r"|∴|因此|所以|故"
+)
 
 
 def summarize(response: str) -> str:
     """s(a): what the drafter wrote after its closed thought, with its final answer withheld. Never sees the gold.
 
-    Gone: the answer block, boxed values, code blocks, and sentences that conclude ("so the answer is ...", or any
-    "= 42", where 42 is what the draft answered). Kept: the worked steps. Role tokens and think/answer tags are defused,
-    because they would be tokenised as structure in the challenger's prompt. NO_SUMMARY if the thought never closed.
+    Gone: answer blocks, boxes, program text, sentences and headings that conclude ("so the answer is ..."), and the
+    draft's own answer, in every spelling that is equal, where the text concludes with it ("= 42", "forty-two in
+    total", a table cell). Kept: the worked steps and the given data. Role tokens and tags are defused, because they
+    would be tokenised as structure in the challenger's prompt. NO_SUMMARY if the thought never closed.
+    Does not know: a code agreed upon; a sum left to the reader ("6 times 7"); a small number in passing ("the 42
+    pairs"); Yes or No told in other words, outside a conclusion; an answer never tagged, boxed or announced.
     """
     closed = response.rfind(THINK_CLOSE)
     if closed < 0:
         return NO_SUMMARY
-    text = response[closed + len(THINK_CLOSE) :]
-    answer = (extract_answer(response) or "").strip()
+    text = plain_characters(response[closed + len(THINK_CLOSE) :])
+    answer = plain_characters(extract_answer(response) or "").strip()
     # 1. answer blocks, from the first opening tag to the last closing one; an unclosed block runs to the end
-    start = text.find(ANSWER_OPEN)
-    if start >= 0:
-        end = text.rfind(ANSWER_CLOSE)
-        text = text[:start] + (text[end + len(ANSWER_CLOSE) :] if end > start else "")
-    # 2. code: for programming problems the program is the answer; an unclosed fence runs to the end
-    text = re.sub(r"```.*?(```|\Z)", WITHHELD, text, flags=re.DOTALL)
-    # 3. boxes, with balanced braces
-    text = mask_boxes(text)
-    # 4. role tokens and tags
-    text = re.sub(r"<\|[^|<>]{0,40}\|?>|<[^|<>]{1,40}\|>|</?(?:s|bos|eos|pad|unk)>|<(?:start|end)_of_turn>", " ", text)
-    for tag in (THINK_OPEN, THINK_CLOSE, ANSWER_OPEN, ANSWER_CLOSE):
-        text = text.replace(tag, " ")
-    # 5. conclusions in words. Blanks are bounded here and below: unbounded, a loop of blanks takes quadratic time.
-    text = re.sub(
-        r"(?i)\b(?:final\s+)?(answer|result|solution)\b(\W{0,6}(?:is|are|equals|=|:)\W{0,6}|\W{0,6}:\W{0,6})\S[^\n]*?"
-        r"(?=[.!?]?(?:\s|\Z)(?![0-9])|\n|\Z)",
-        lambda m: m.group(1) + " " + WITHHELD,
-        text,
-    )
-    # 6. the draft's own answer where a sentence states it: after = / is / equals / to / :, or standing alone
-    if answer:
-        # 07 and 7 are one number to the checker, so both spellings go
-        spelled = f"0*{int(answer)}" if re.fullmatch("[0-9]{1,18}", answer) else re.escape(answer)
-        value = rf"(?<![\w.]){spelled}(?![\w]|[.,][0-9])"
-        text = re.sub(
-            rf"((?:=|\bis|\bare|\bequals|\bget|\bgives|\bto|:)\s{{0,6}}\$?\s{{0,6}}){value}", rf"\1{WITHHELD}", text
-        )
-        text = re.sub(rf"(?m)^[ \t]{{0,6}}{value}[ \t]{{0,6}}[.!]?[ \t]{{0,6}}$", WITHHELD, text)
+    tags = list(ANSWER_TAG.finditer(text))
+    if opening := next((tag for tag in tags if not tag[1]), None):
+        end = max((tag.end() for tag in tags if tag[1] and tag.start() > opening.start()), default=len(text))
+        text = text[: opening.start()] + text[end:]
+    # 2. program text: for programming problems the program is the answer
+    text = mask_program(FENCE.sub(WITHHELD, text), answer)
+    # 3. boxes, structure, conclusions; what they said last is the draft's answer where no block says it
+    text, said = mask_boxes(text)
+    text = STRUCTURE.sub(" ", text)
+
+    def cut(match: re.Match) -> str:
+        said.append(match[match.lastindex][:60])
+        return match[1] + " " * match[1][-1].isalpha() + WITHHELD
+
+    for pattern in CUTS:
+        text = pattern.sub(cut, text)
+    # 4. the draft's own answer
+    answer = answer or (said[-1] if said else "")
+    if answer and not is_program(answer):
+        text = mask_answer(f"\n{text}\n", answer)
     return text.strip()
 
 
-def mask_boxes(text: str) -> str:
-    r"""Replace every \boxed{...} or \fbox{...}, braces balanced, by WITHHELD; one never closed is cut to the end."""
+def plain_characters(text: str) -> str:
+    """Without invisible characters, and with 0-9 for every script's digits: ４２ and 4<zero-width space>2 are 42."""
+    text = INVISIBLE.sub("", text).translate(WIDE)
+    return re.sub(r"(?![0-9])\d", lambda digit: str(unicodedata.decimal(digit[0])), text)
+
+
+def mask_spans(text: str, spans) -> str:
+    """Replace (start, end) pieces of a text, in order, by WITHHELD; pieces that overlap an earlier one are left out."""
     out, at = [], 0
-    for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", text):
-        if match.start() < at:
-            continue  # inside the box just masked
-        depth, end = 1, match.end()
-        while end < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            end += 1
-        out += [text[at : match.start()], WITHHELD]
-        at = end
+    for start, end in spans:
+        if start >= at:
+            out += [text[at:start], WITHHELD]
+            at = end
     return "".join(out) + text[at:]
+
+
+def mask_boxes(text: str) -> tuple[str, list[str]]:
+    r"""Mask \boxed{...} and its like, braces balanced; one never closed runs to the end. Returns the contents too."""
+    spans, said, at = [], [], 0
+    for box in BOX.finditer(text):
+        if box.start() < at:
+            continue  # inside the box just masked
+        at, depth = len(text), 1
+        if box[0][-1] != "{":
+            at = BARE_BOX.match(text, box.end()).end()
+        else:
+            for brace in BRACES.finditer(text, box.end()):
+                depth += {"{": 1, "}": -1}.get(brace[0], 0)
+                if depth == 0:
+                    at = brace.end()
+                    break
+        spans.append((box.start(), at))
+        said.append(text[box.end() : at].removesuffix("}"))
+    return mask_spans(text, spans), said
+
+
+def is_program(answer: str) -> bool:
+    return bool(FENCE.search(answer)) or any(PROGRAM_LINE.match(line) for line in answer.split("\n"))
+
+
+def mask_program(text: str, answer: str) -> str:
+    """Mask bare program text: lines of the answer's program, lines that can only be a program's, what they indent."""
+    program = {line.strip(): "".join(line.split()) for line in answer.split("\n")} if is_program(answer) else {}
+    program = {line: bare for line, bare in program.items() if line and not FENCE.match(line)}
+    out, inside = [], False
+    squeezed, whole = set(program.values()), "".join(program.values())
+    for line in text.split("\n"):
+        inside = inside and (line[:1] in ("", " ", "\t") or not line.strip())
+        inside = inside or "".join(line.split()) in squeezed or bool(PROGRAM_LINE.match(line))
+        if not (inside and out and out[-1] == WITHHELD):
+            out.append(WITHHELD if inside else line)
+    text = "\n".join(out)
+    for line in sorted(program, key=len)[-50:]:  # inside a sentence
+        text = text.replace(line, WITHHELD) if len(line) > 11 and not line.isalpha() else text
+    inline = ((m.span(), "".join(m[1].split())) for m in re.finditer(r"`([^`\n]{1,300})`", text))
+    return mask_spans(text, [span for span, code in inline if len(code) > 5 and code in whole])  # `4 9` may be a sample
+
+
+def mask_answer(text: str, answer: str) -> str:
+    """Mask the draft's answer (number, option, words or LaTeX) where a text, framed by line ends, concludes with it."""
+    flat = re.sub(r"\\(?:text|math)[a-z]{0,4}\s?\{([^{}]*)\}", r" \1 ", answer).strip(" .$*")
+    if option := re.fullmatch(r"\(?\s*([A-Z])\s*[).]?", flat):
+        return mask_spans(text, option_spans(text, option[1]))
+    if numbers := values(flat):
+        text = mask_spans(text, number_spans(text, numbers))
+        return mask_spans(text, number_spans(text, numbers)) if WITHHELD in text else text  # "[withheld], or 50%"
+    if re.fullmatch(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+){0,9}", flat):
+        text = mask_spans(text, sentence_spans(text, flat))
+    if re.search(r"[\\^√π/]|[+*-]\s?[a-z]|[a-z]\s?[+*-]", answer) and not STRUCTURE.search(answer):
+        masked = mask_spans(text, equal_spans(text, answer))
+        return masked if masked == text else mask_spans(masked, equal_spans(masked, answer))
+    return text
+
+
+def concludes(text: str, start: int, end: int, unusual: bool = False) -> bool:
+    """Does a text conclude with the value it holds at start:end? An unusual value (4242, 0.375) can only be the answer:
+    it concludes wherever prose holds it and it is neither a term nor a left side."""
+    return concluding(text[max(0, start - 60) : start], text[end : end + 60], unusual)
+
+
+@lru_cache(maxsize=4096)  # a loop repeats its contexts
+def concluding(before: str, after: str, unusual: bool) -> bool:
+    if SCRIPT.search(before) or GOES_ON.match(after):
+        return False
+    if STATES.search(before) or any(b.search(before) and a.match(after) for b, a in ALONE):
+        return True
+    if EQUATES.match(after):
+        return False
+    if HINTS.search(before) and ENDS.match(after):
+        return True
+    return unusual and not OPERATOR.search(before) and bool(PROSE[0].search(before) or PROSE[1].match(after))
+
+
+@lru_cache(maxsize=4096)
+def exact(number: str) -> Fraction | None:
+    """The value of a match of NUMBER, None where that took too much for a number."""
+    bare = re.sub(PERCENT + r"\Z", "", number)
+    if not re.search("[0-9¼-¾⅐-⅞]", bare):
+        words = re.findall("[a-z]+", bare.lower())
+        value = -spelled(words[1:]) if words[0] in ("minus", "negative") else spelled(words)
+    elif bare.startswith("0x"):
+        value = Fraction(int(bare, 16))
+    else:
+        bare = bare if "/" in bare else re.sub(GROUPED, ",", bare)
+        bare = re.sub(r"\A0,(?=[0-9])", "0.", re.sub("([0-9])(?=[¼-¾⅐-⅞])", r"\1 ", bare))  # 2½ is 2 1/2
+        value = rational(unicodedata.normalize("NFKC", re.sub("[×·]", "*", bare)).replace("⁄", "/"))
+    return value / 100 if bare != number and value is not None and re.search(PERCENT + r"\Z", number) else value
+
+
+def spelled(words: list[str]) -> Fraction:
+    """forty two, a hundred and one, three eighths, two and a half. Well formed, because NUMBER matched it."""
+    if words[-3:-2] == ["and"] and words[-1].removesuffix("s") in PARTS:
+        return spelled(words[:-3]) + spelled(words[-2:])
+    done = run = 0
+    for word in words:
+        if word in ("hundred", "thousand"):
+            run = (run or 1) * (100 if word == "hundred" else 1000)
+            done, run = (done + run, 0) if word == "thousand" else (done, run)
+        elif (part := word.removesuffix("s")) in PARTS:
+            return Fraction(done + run or 1, PARTS[part])
+        else:
+            run += NUMERALS.get(word, 0)  # "a" and "and" count nothing
+    return Fraction(done + run)
+
+
+def values(answer: str) -> set[Fraction]:
+    """The numbers an answer consists of, without names and units: itself, or all parts of a list. Else nothing."""
+    answer = re.sub(GROUPED, ",", answer[:400])
+    answer = re.sub(r"\\[()\[\]]|\\(?:left|right)(?![a-z])|\\?[$€£]|\*", "", answer).strip()
+    inner, found = re.fullmatch(r"(?:\\\{|[(\[])(.*)(?:\\\}|[)\]])", answer), set()
+    for part in re.split(r",(?![0-9]{3}(?![0-9]))|\band\b|\bor\b", inner[1] if inner else answer):
+        part = re.sub(r"\A\s*[A-Za-z](?:_\w)?\s*(?:=|\\in\b)", "", part).strip()  # x = 2
+        number = NUMBER.match(re.sub(r"\A(?:\\pm|±)\s*", "", part))
+        if not number or not UNIT.fullmatch(number.string, number.end()) or (value := exact(number[0])) is None:
+            return set()
+        found |= {value, -value if number.string != part else value}
+        found |= {100 * value} if re.search(PERCENT, number[0]) else set()  # 28 for 28% tells as much
+    return found
+
+
+def number_spans(text: str, numbers: set[Fraction]):
+    """(start, end) of the conclusions that equal one of `numbers`, or are one rounded to two places or more."""
+    for match in NUMBER.finditer(text):
+        token, start, value = match[0], match.start(), exact(match[0])
+        if token[0] in "+-" and re.search(r"(?:[0-9)}\]]|\b[A-Za-z])\s?\Z", text[max(0, start - 3) : start]):
+            continue  # 12 - 5
+        if value not in numbers and " " in token and token[0].isdigit() and "/" not in token:
+            token = token.split(" ")[0]  # "gives 42 100 times"
+            value = exact(token)
+        places = re.search(r"\.([0-9]{2,9})", token) if value is not None and value not in numbers else None
+        rounded = places and any(abs(value - n) * 10 ** len(places[1]) * 2 <= 1 for n in numbers)
+        if rounded or value in numbers:
+            end = start + len(token)
+            first_item, pronoun = token == "1" and start < 9 and not text[:start].strip(), token.lower() == "one"
+            if first_item or (pronoun and not ENDS.match(text, end)):
+                continue
+            small = abs(value.numerator) < 1000 and value.denominator < 5  # too common to be told from other numbers
+            if concludes(text, start, end, not small or not (token.isdigit() or abs(value) <= 12)):
+                yield start, end
+
+
+def equal_spans(text: str, answer: str) -> list[tuple[int, int]]:
+    """(start, end) of the conclusions among the last 20 formulas that the checker finds equal: some ms each."""
+    found: dict[str, list[int]] = {}
+    for match in FORMULA.finditer(text):
+        formula = match[1].rstrip(" .,")
+        if re.search("[0-9A-Za-z]", formula) and concludes(text, match.start(1), match.start(1) + len(formula)):
+            found.setdefault(formula, []).append(match.start(1))
+    equal = [formula for formula in list(found)[-20:] if math_equal(formula, answer)]
+    return sorted((at, at + len(formula)) for formula in equal for at in found[formula])
+
+
+def option_spans(text: str, letter: str):
+    """(start, end) of "(C)", of the C in "option C", and of a C that the text concludes with."""
+    for match in re.finditer(rf"(?<![0-9A-Za-z\\_])\(?{letter}\)?(?![0-9A-Za-z_'])", text):
+        start, end = match.span()
+        named = OPTION.search(text[max(0, start - 20) : start])
+        concluded = concludes(text, start, end) and (ENDS.match(text, end) or ALONE[-1][1].match(text, end))
+        if named or concluded or match[0] == f"({letter})":
+            yield start, end
+
+
+def sentence_spans(text: str, answer: str):
+    """(start, end) of the sentences that conclude with an answer in words. Any conclusion could tell a Yes or a No."""
+    verdict, word = answer.lower() in ("yes", "no", "true", "false"), rf"(?i)(?<![^\W_]){re.escape(answer)}(?![^\W_])"
+    sentences = list(re.finditer(r"\s{0,9}((?:[^.!?。！？\n]|\.(?=\S))+)", text))
+    for match in sentences:
+        says = re.search(word, match[1])
+        opens = verdict and re.match(r"\W{0,6}(?i:yes|no|true|false)\W{0,2}(?:[,:—-]|\Z)", match[1])
+        if opens or (says and match is sentences[-1]) or ((verdict or says) and CONCLUDING.search(match[1])):
+            yield match.span(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------

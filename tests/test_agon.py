@@ -821,15 +821,15 @@ def test_each_optimizer_owns_exactly_the_tensors_of_its_adapter(tmp_path, monkey
 # A whole run
 
 
-def few_problems(name, split="train", limit=None, seed=0):
-    return load_problems(name, split, {"test": 12, "validation": 6}.get(split, limit), seed)
+def few_problems(name, split="train", limit=None, seed=0, **given):
+    return load_problems(name, split, {"test": 12, "validation": 6}.get(split, limit), seed, **given)
 
 
 def short_run(folder: Path, *flags: str) -> SimpleNamespace:
     """agon.main on a few test problems -> return code, stdout, folder, and the pair's tensors at the start."""
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.setattr(agon, "load_problems", few_problems)
+        patch.setattr("cascade.load_problems", few_problems)
         code = agon.main(
             ["--steps", "3", "--problems-per-step", "4", "--group-size", "2", "--out", str(folder), *flags]
         )

@@ -316,13 +316,13 @@ def test_an_exchange_is_printed_in_four_lines_with_its_verdicts():
 # The command line, on a run folder written by agon.py
 
 
-def few_problems(name, split="train", limit=None, seed=0):
-    return load_problems(name, split, {"test": 12, "validation": 6}.get(split, limit), seed)
+def few_problems(name, split="train", limit=None, seed=0, **given):
+    return load_problems(name, split, {"test": 12, "validation": 6}.get(split, limit), seed, **given)
 
 
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch):
-    monkeypatch.setattr(cascade, "load_problems", few_problems)
+    monkeypatch.setattr("cascade.load_problems", few_problems)
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +330,7 @@ def finished(tmp_path_factory):
     """A finished run of two steps. Copy it before changing it."""
     folder = tmp_path_factory.mktemp("cascade") / "run"
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
-        patch.setattr(agon, "load_problems", few_problems)
+        patch.setattr("cascade.load_problems", few_problems)
         flags = "--steps 2 --problems-per-step 6 --group-size 4 --lr 0.01 --out"
         assert agon.main([*flags.split(), str(folder)]) == 0
     return folder

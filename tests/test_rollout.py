@@ -5,19 +5,22 @@ Run:  pytest tests/test_rollout.py
 
 import copy
 import dataclasses
+import json
 import re
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+import rollout
 from model import ADAPTERS, EMBEDDED, Pair, token_logprobs
 from reward import load_problems
 from rollout import (
@@ -614,6 +617,7 @@ def test_nothing_outside_the_thought_is_an_empty_summary():
         "<answer>4242</answer> no, <answer>41</answer>",
         "<answer><answer>4242</answer></answer>",
         "<answer>4242</answer></answer>",
+        "</answer> and <answer>4242",
         "<answer>4242",  # cut at the cap
         "<answer>4242</answer> <answer>4242",
         "<answer>41</answer><answer>x < 4242</answer>",
@@ -720,6 +724,10 @@ ROLE_TOKENS = [
     "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<bos>", "<eos>",  # Gemma 4
     "<|begin_of_text|>", "<|start_header_id|>", "<|eot_id|>", "<s>", "</s>",  # Llama, Mistral
     "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>",  # the embedded base
+    "[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "[TOOL_CALLS]", "[THINK]",  # Llama 2, Mistral
+    "<｜User｜>", "<｜end▁of▁sentence｜>",  # DeepSeek
+    "<tool_call>", "</tool_call>", "<unused5>", "<start_of_image>",  # Qwen, Gemma
+    "<Think>", "</THINK>", "< think >", "<thinking>",
 ]  # fmt: skip
 
 
@@ -807,10 +815,302 @@ def test_summary_of_a_policy_that_loops_takes_linear_time(unit, start, end):
     response = "x</think>" + start + unit * 8000 + end
     times = []
     for _ in range(2):
-        began = time.perf_counter()
+        began = time.process_time()  # not the wall clock: a busy machine is no fault of ours
         summarize(response)
-        times.append(time.perf_counter() - began)
+        times.append(time.process_time() - began)
     assert min(times) < 0.2, f"8,000 times {unit!r} stall the step"
+
+
+# The kinds of statements, a few of each: (what the draft wrote, its answer, what must be gone, what must stay)
+KINDS = [
+    # the answer in words of conclusion, headings, first and last places
+    ("Count. The answer is **4242**.", "4242", ["4242"], ["Count."]),
+    (r"Count. The answer is $\text{4242}$.", "4242", ["4242"], ["Count."]),
+    ("The answer to the question about pairs must be 42.", "42", ["42"], []),
+    ("The answer is the number of pairs, 42. Next we check 41.", "42", ["42"], ["Next we check 41."]),
+    ("### Final Answer\n\n4242 pairs\n\nChecked.", "4242", ["4242"], ["Checked."]),
+    ("**Answer**\n\n$x = 42$", "42", ["42"], []),
+    ("**Answer:**\n\n42", "42", ["42"], []),
+    ("Final answer → 42", "42", ["42"], []),
+    ("An answer of 42 comes out.", "42", ["42"], []),
+    ('{"answer": "42"}', "42", ["42"], []),
+    ("#### 42", "42", ["42"], []),
+    ("Always answer 42.", "42", ["42"], ["Always"]),
+    ("42. First we count the pairs.", "42", ["42"], ["First we count the pairs."]),
+    ("1. First we count.\n2. Then we add.", "1", [], ["1. First we count.\n2. Then we add."]),
+    ("Solution: we count the pairs by their smaller member.", "42", [], ["we count the pairs by their smaller"]),
+    ("Solution: x = 42.", "42", ["42"], []),
+    (r"Count. $\therefore 42$", "42", ["42"], ["Count."]),
+    ("Count. So, 42 in total.", "42", ["42"], ["Count."]),
+    ("Count. So 42.", "42", ["42"], ["Count."]),
+    ("We find **42** by hand.", "42", ["42"], ["by hand"]),
+    ("which is, of course, 42.", "42", ["42"], []),
+    ("It is <b>42</b>.", "42", ["42"], []),
+    (r"It is \underline{42}, and \textbf{42}.", "42", ["= 42", "is \\underline{42}"], []),
+    ("We see 42 is the answer. Only 42 works.", "42", ["42"], []),
+    ("Plugging 42 back in gives 84 = 84.", "42", ["42"], ["84 = 84"]),
+    ("4242 again, so multiply 4242 by 2.", "4242", ["4242"], ["by 2"]),
+    ("The final count: forty-two (42).", "42", ["42", "forty"], []),
+    # relations and chains
+    ("Then 6*7 = 40 + 2 = 42.", "42", ["= 42"], ["6*7 = 40 + 2"]),
+    ("\\begin{align*}\nx &= 40 + 2 \\\\\n&= 42 \\\\\n\\end{align*}", "42", ["42"], ["40 + 2"]),
+    ("Thus x ≡ 42 (mod 100).", "42", ["42"], ["(mod 100)"]),
+    (r"Thus $x \equiv 42 \pmod{100}$.", "42", ["42"], ["100"]),
+    ("x => 42", "42", ["42"], []),
+    ("It simplifies to $42$, as n goes from 1 to 12.", "42", ["42"], ["1 to 12"]),
+    # alone: lines, cells, bullets, display mathematics
+    ("Done.\n\n$42$", "42", ["42"], ["Done."]),
+    ("Done.\n\n$$\n42\n$$", "42", ["42"], ["Done."]),
+    ("Done.\n\\(42\\)", "42", ["42"], ["Done."]),
+    ("- pairs: 21\n- 42\n- checked", "42", ["42"], ["21", "checked"]),
+    ("| pairs | 21 |\n| total | **42** |", "42", ["42"], ["21"]),
+    # boxes
+    (r"so \boxed 42", "42", ["42"], []),
+    (r"so \boxed\frac{1}{2}. Next", "1/2", ["frac", "{1}"], ["Next"]),
+    (r"so \framebox{42} ok", "42", ["42"], ["ok"]),
+    (r"so \fbox{\{1,2\}} ok", "1,2", ["1,2"], ["ok"]),
+    (r"so \boxed{[0,1\}} ok", "7", ["}", "0,1"], ["ok"]),
+    # blocks
+    ("We count.<Answer>42</Answer> Fine.", None, ["42"], ["We count.", "Fine."]),
+    ("We count.< answer >42</answer >", "42", ["42"], ["We count."]),
+    ("We count.＜answer＞42＜/answer＞", "42", ["42"], ["We count."]),
+    ("We count.<ANSWER>42", "42", ["42"], ["We count."]),
+    # no block at all: the last box or statement tells what to withhold
+    (r"So x = 42, that is \boxed{42}.", None, ["42"], ["So x ="]),
+    ("So x = 42. The answer is 42.", None, ["42"], ["So x ="]),
+    ("The answer to part (b) must be 42.", None, ["42"], []),
+    ("## Final Answer\n\n42 pairs", None, ["42"], []),
+    ("The result is 42.", None, ["42"], []),
+    ("先相加。答案是 42。", None, ["42"], ["先相加"]),
+    # spellings
+    ("So it is 28 of them.", "28\\%", ["28"], ["of them"]),
+    ("So x equals 42.", "x = 42", ["42"], []),
+    (r"So $x = \pm 3$, or x = -3.", r"\pm 3", ["3"], []),
+    ("It equals 0.5, or 50%.", r"\frac12", ["0.5", "50%"], []),
+    ("It equals 0.375, so 37.5 per cent.", "3/8", ["0.375", "37.5"], []),
+    ("It is 28 percent of all, a factor of 0.28.", "28\\%", ["28"], ["of all"]),
+    ("The chance is one half.", r"\frac{1}{2}", ["half"], ["chance"]),
+    ("It equals three eighths.", "3/8", ["three"], []),
+    ("It equals two and a half.", "2.5", ["two", "half"], []),
+    ("So there are forty-two pairs.", "42", ["forty"], ["pairs"]),
+    ("It is one hundred and twenty-three.", "123", ["hundred", "three"], []),
+    ("It is minus five.", "-5", ["five"], []),
+    ("It is 1.5e3 exactly.", "1500", ["1.5"], ["exactly"]),
+    (r"It is $1.5 \times 10^{3}$ exactly.", "1500", ["1.5", "10^"], ["exactly"]),
+    ("It is 1,500 exactly; 1500.00 dollars.", "1500", ["500"], ["dollars"]),
+    (r"It is 1{,}500 exactly, $1\,500$.", "1500", ["500"], []),
+    ("It is ½, and x = ½.", "0.5", ["½"], []),
+    (r"It is 2½, is 2 1/2, is $2\frac{1}{2}$.", "5/2", ["½", "1/2", "frac"], []),
+    ("It is −5 here, x = - 5.", "-5", ["5"], ["here"]),
+    ("It is ４２ here.", "42", ["42", "４２"], ["here"]),
+    ("It is 4\u200b2 here.", "42", ["4\u200b2", "42"], ["here"]),
+    ("The code is 0x1092.", "4242", ["1092"], []),
+    ("The value is about 0.333.", "1/3", ["0.333"], []),
+    ("So it is 42 cm long.", r"42 \text{ cm}", ["42"], ["cm long"]),
+    ("So x = 2 or x = -3.", r"x = 2 \text{ or } x = -3", ["= 2", "-3"], []),
+    ("So x = 3 and y = 4.", "(3,4)", ["3", "4"], []),
+    # languages
+    ("先相加。因此 x = 42。", "42", ["42"], ["先相加"]),
+    ("先相加。等于42。", "42", ["42"], ["先相加"]),
+    ("先相加。最终答案：42", "42", ["42"], ["先相加"]),
+    ("On compte. La réponse finale est 42.", "42", ["42"], ["On compte."]),
+    ("Wir zählen. Die Antwort lautet 42.", "42", ["42"], ["Wir zählen."]),
+    ("Das Ergebnis beträgt 42.", "42", ["42"], []),
+    ("Contamos. La respuesta es 42.", "42", ["42"], ["Contamos."]),
+    ("Считаем. Ответ: 42.", "42", ["42"], ["Считаем."]),
+    ("数える。答えは42です。", "42", ["42"], ["数える"]),
+    ("세어 봅니다. 답은 42입니다.", "42", ["42"], ["세어"]),
+    # options, verdicts, words
+    ("Test option D first.", "D", ["option D"], ["first."]),
+    ("Bound it by 2. Hence the series converges.", "Yes", ["converges"], ["Bound it by 2."]),
+    ("Yes, because f is continuous. Then bound it.", "Yes", ["Yes", "continuous"], ["Then bound it."]),
+    ("Complete the squares. An ellipse it is.", r"\text{ellipse}", ["ellipse"], ["Complete the squares."]),
+    ("Choice (B) is too large. So it must be (D).", r"\text{(D)}", ["(D)"], ["Choice (B) is too large."]),
+    ("Option B is too large. Option D is correct.", "D", ["Option D"], ["Option B is too large."]),
+    ("Test each. So D.", "(D)", [" D"], ["Test each."]),
+    ("D = b^2 - 4ac is 5.", "D", [], ["D = b^2 - 4ac is 5."]),
+    ("Bound it by 1/n^2. Hence yes, the series converges.", "Yes", ["yes", "converges"], ["Bound it by 1/n^2."]),
+    ("Yes, because f is continuous.", "Yes", ["Yes"], []),
+    ("There is no root below 3. Therefore no.", "No", ["Therefore no"], ["There is no root below 3."]),
+    ("Test n = 3. So the statement is false.", "False", ["false"], ["Test n = 3."]),
+    ("Anna ran 3 km, Emil 4 km. So Emil was fastest.", r"\text{Emil}", ["So Emil"], ["Anna ran 3 km, Emil 4 km."]),
+    ("Complete the squares. The curve is an ellipse.", r"\text{ellipse}", ["ellipse"], ["Complete the squares."]),
+    # formulas
+    (r"Integrate. Thus $f(x) = x^2 + 1$.", "x^2+1", ["x^2"], ["Integrate."]),
+    (r"It equals $\dfrac{\sqrt{3}}{4}$.", r"\frac{\sqrt3}{4}", ["sqrt"], []),
+    ("The area is 2π, or $2\\pi$.", r"2\pi", ["π", "pi"], ["The area"]),
+    (r"The point is $\left( 3, \frac{\pi}{2} \right)$.", r"(3, \frac{\pi}{2})", ["frac"], []),
+    ("Expand $(x+1)^2$ and so $f = x+1$.", "x+1", ["f = x+1"], ["(x+1)^2"]),
+    (r"It equals $\frac{\sqrt{3}}{4}$ here.", r"\frac{\sqrt3}{4}", ["}", "sqrt"], ["here."]),
+    ("So we use 3x^2+1 here.", "x^2+1", [], ["3x^2+1"]),
+    # program text
+    ("Use:\nm = f(n)\nNext `m=f(n)` again.", "```\nm = f(n)\nprint(m)\n```", ["f(n)"], ["Use:", "Next", "again."]),
+    ("Idea.\n~~~\nswap both\n~~~\nEnd.", "7", ["swap"], ["Idea.", "End."]),
+    ("Use:\n    n = int(input())\n    print(n * 2)\nIt doubles.", "```\nn = int(input())\nprint(n * 2)\n```",
+     ["print", "input"], ["Use:", "It doubles."]),
+    ("Just `print(n * 2)`: `4` gives `8`.", "```\nn = int(input())\nprint(n * 2)\n```", ["print"], ["`4`", "`8`"]),
+    ("Just print(sum(map(int, input()))) it.", "print(sum(map(int, input())))", ["print"], ["Just", "it."]),
+    ("Idea.\n~~~\nprint(1)\n~~~\nEnd.", "print(1)", ["print"], ["Idea.", "End."]),
+    ("Idea.\n````md\n```\nx = 3\n```\nprint(1)\n````\nEnd.", "print(1)", ["print", "x = 3"], ["Idea.", "End."]),
+    ("Idea.\nimport sys\nfor x in map(int, sys.stdin):\n    s += x\n\nEnd.", None, ["s +=", "sys"], ["Idea.", "End."]),
+    # steps and data stay
+    ("We add 5 + 4242 pairs. Take z -4242 pairs.", "4242", [], ["5 + 4242 pairs."]),
+    ("Take z -4242 pairs.", "-4242", [], ["z -4242"]),
+    ("Step 2 uses x_2 and x^2 of Lemma 2, so n = 2.", "2", ["n = 2"], ["Step 2 uses x_2 and x^2 of Lemma 2"]),
+    (r"Sum $\sum_{n=1}^{5} n$; $\lim_{n \to 1}$; it is $1-\frac{1}{n}$.", "1", [],
+     [r"\sum_{n=1}^{5} n", r"\lim_{n \to 1}", r"1-\frac{1}{n}"]),
+    ("The value is 2^5 here, it equals 2 * 16; f(2) = 0.", "2", [], ["2^5", "2 * 16", "f(2) = 0"]),
+    ("The 30 days have 30 nights. We use $30$ rooms.", "30", [], ["The 30 days have 30 nights. We use $30$ rooms."]),
+    ("We get one root. One of them is real.", "1", [], ["We get one root. One of them is real."]),
+    ("We have 4242 = 2 * 3 * 7 * 101; 5 + 4242 mod 4242.", "4242", [], ["4242 = 2 * 3 * 7 * 101; 5 + 4242 mod 4242"]),
+    ("It is not 42 yet; 10 of the 42; 42 - 10 = 32; 42/7 = 6.", "42", [], ["not 42", "of the 42", "42 - 10", "42/7"]),
+    ("2 is the smallest prime. Is 5! = 120?", "5", [], ["5! = 120"]),
+    ("With probability 1/2 each, $(1/2)^3$.", "1/2", [], ["With probability 1/2 each, $(1/2)^3$."]),
+    ("The triangle [ABC] has a < b, c > d; vector<int>.", "1", [], ["[ABC] has a < b, c > d; vector<int>."]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text, answer, gone, kept", KINDS, ids=[f"{i}: {k[0][:40]!r}" for i, k in enumerate(KINDS)])
+def test_every_kind_of_statement_is_masked_in_its_place(monkeypatch, text, answer, gone, kept):
+    summary = summarize(f"<think>x</think>{text}" + ("" if answer is None else f"\n<answer>{answer}</answer>"))
+    assert not [piece for piece in gone if piece in summary], summary
+    assert not [piece for piece in kept if piece not in summary], summary
+
+
+HANDED = Path(__file__).parents[2] / "shared" / "cases" / "leak.jsonl"
+
+
+@pytest.mark.skipif(not HANDED.exists(), reason="the handed cases are not part of the repository")
+def test_handed_cases():
+    rows = [json.loads(line) for line in HANDED.read_text(encoding="utf-8").splitlines()]
+    assert rows
+    for row in rows:
+        summary = summarize(row["response"])
+        leaks, lost = [
+            [p for p in row["must_not_contain"] if p in summary],
+            [p for p in row["must_keep"] if p not in summary],
+        ]
+        assert not leaks and not lost, f"{row['id']}: {leaks} leaked, {lost} lost in {summary!r}"
+
+
+def test_formulas_are_compared_by_the_checker():
+    summary = summarize("<think>x</think>We add. Thus $f = 1 + x^2$, and $g = 2x$.<answer>x^2+1</answer>")
+    assert summary == f"We add. Thus $f = {WITHHELD}$, and $g = 2x$."
+    assert summarize(r"<think>x</think>It is $\sqrt{12}$.<answer>2\sqrt{3}</answer>") == f"It is ${WITHHELD}$."
+
+
+def test_the_checker_is_asked_rarely_and_never_about_numbers(monkeypatch):
+    """A call takes some milliseconds in a child process, and the built-in task must never start one."""
+    asked = []
+    monkeypatch.setattr(rollout, "math_equal", lambda a, b: asked.append((a, b)) or False)
+    for answer in (
+        "42",
+        "-3.5",
+        r"\frac{1}{2}",
+        "1, 2",
+        "28%",
+        "(C)",
+        "yes",
+        "ellipse",
+        "11:12",
+        "x = 11 (mod 17)",
+        "```\nprint(x*y)\n```",
+        "<think>",
+        "",
+    ):
+        summarize(f"x</think>So x = 3y = 4z. 11 = x (mod 17) = {answer}:11<answer>{answer}</answer>")
+    assert asked == []
+    summarize("x</think>" + " ".join(f"y = {i}x." for i in range(99)) + r"<answer>x^2+1</answer>")
+    assert len(asked) == 20 and asked[-1] == ("98x", "x^2+1"), "the last formulas are the conclusions"
+
+
+PAIR = st.integers(0, 99).map("{:02d}".format)
+
+
+@given(PAIR, st.lists(st.tuples(st.sampled_from(["", ";", ":", "="]), PAIR), max_size=6), st.booleans())
+@example("07", [("", "07")], True)
+@settings(deadline=None, max_examples=300)
+def test_the_built_in_task_is_masked_as_its_policies_were_trained(answer, trail, same):
+    """Two-digit numbers and separators: the answer goes after "=" and ":" and where it is all, nothing else changes."""
+    trail = [(sign, answer if same and i % 2 == 0 else number) for i, (sign, number) in enumerate(trail)]
+    expected, glued = "", [bool(i + 1 < len(trail) and trail[i + 1][0] == "") for i in range(len(trail))]
+    for i, (sign, number) in enumerate(trail):
+        fresh = sign in (":", "=") and not glued[i]
+        alone = len(trail) == 1 and sign in ("", ":", "=")
+        expected += sign + (WITHHELD if number == answer and (fresh or alone) else number)
+    text = "".join(sign + number for sign, number in trail)
+    if not re.search("[:=](00)+", text):  # 0007 is 7 too
+        assert summarize(f"<think>05:06;</think>{text}<answer>{answer}</answer>") == expected
+
+
+@given(ANSWERS, st.lists(st.sampled_from(STEPS), min_size=1), st.sampled_from(ENDINGS + NEEDS_THE_ANSWER))
+@settings(deadline=None, max_examples=100)
+def test_masking_twice_changes_nothing(answer, steps, ending):
+    end = f"<answer>{answer}</answer>"
+    once = summarize(f"x</think>{' '.join(steps)}\n{ending.format(answer)}{end}")
+    assert summarize(f"x</think>{once}{end}") == once
+
+
+SPELLINGS = [
+    lambda n: f"{n}", lambda n: f"{n:,}", lambda n: f"{n}.0", lambda n: f"${n}$", lambda n: f"**{n}**",
+    lambda n: f"{n}/1",
+    lambda n: rf"\frac{{{2 * n}}}{{2}}", lambda n: f"{n / 1000}e3", lambda n: f"{100 * n}%", lambda n: f"00{n}",
+    lambda n: f"{n:,}".replace(",", "{,}"), lambda n: f"{n:,}".replace(",", "\u202f"), lambda n: hex(n),
+    lambda n: "".join(chr(0xFF10 + int(d)) for d in str(n)),
+]  # fmt: skip
+PLACES = [
+    "So x = {}.",
+    "It equals {}, as wanted.",
+    "In total {}.",
+    "We get {} of them.",
+    "| sum | {} |",
+    "\n{}\n",
+    "Hence {}.",
+]
+
+
+@given(st.integers(100, 99_999), st.sampled_from(SPELLINGS), st.sampled_from(SPELLINGS), st.sampled_from(PLACES))
+@settings(deadline=None, max_examples=300)
+def test_every_spelling_of_a_number_is_withheld_for_every_other(n, answer, stated, place):
+    assert stated(n) not in summarize(f"x</think>We count. {place.format(stated(n))}<answer>{answer(n)}</answer>")
+
+
+@given(st.integers(13, 999), st.sampled_from(STEPS))
+def test_number_words_are_withheld(n, step):
+    assume(str(n) not in step)
+    ones, tens = rollout.ONES.split(), rollout.TENS.split()
+    low = ones[n % 100] if n % 100 < 20 else tens[n % 100 // 10 - 2] + ("-" + ones[n % 10] if n % 10 else "")
+    words = low if n < 100 else f"{ones[n // 100]} hundred" + (f" and {low}" if n % 100 else "")
+    assert summarize(f"x</think>{step} That makes {words}.<answer>{n}</answer>") == f"{step} That makes {WITHHELD}."
+    assert words in summarize(f"x</think>{step} That makes {words}.<answer>{n + 1}</answer>")
+
+
+@given(
+    st.lists(st.sampled_from([*STEPS, "Let a = 5.", "| a | 7 |", "Yes or no?", "**Idea**"])), st.integers(1000, 9999)
+)
+def test_text_without_the_answer_is_kept(steps, answer):
+    text = "\n".join(steps)
+    assert summarize(f"x</think>{text}<answer>{answer}</answer>") == text
+
+
+JUNK = [
+    *TAGS, "<|im_start|>", "<｜User｜>", "[INST]", "<", " ", "\t", "\n", "=", "= ", "= 42 ", "42 ", "42\n", "4", "1,",
+    "1,234 ", "1 234 ", "1/", ".", "½", "{", "}", "\\boxed{", "\\boxed ", "\\frac{", "\\frac{1}{2}", "^{", "_", "\\",
+    "$",
+    "|", "| 42 ", "*", "**", "```", "`", "~", "answer ", "the answer ", "answer: ", "answer is ", "result: ", "答案是",
+    "final answer\n", "is 42 ", "a to 42 ", "one ", "one-", "one and a half ", "So yes. ", "yes ", "(C)", "C ", "a+",
+    "x^2+1 ", "= x^2+1 ", "print(", "import x\n", " 4\n", "`print(1)`", "[withheld] or ", "\u200b", "４", "%", "-",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", ["42", "1/3", "1, 2", "(C)", "yes", "x^2+1", "((((((((", "print(1)\nprint(2)", ""])
+def test_100_000_characters_of_any_junk_take_under_a_second(monkeypatch, answer):
+    monkeypatch.setattr(rollout, "math_equal", lambda *_: False)
+    for unit in JUNK if answer == "42" else JUNK[::3]:
+        response = "x</think>so = " + unit * (100_000 // len(unit)) + f"<answer>{answer}</answer>"
+        began = time.process_time()  # not the wall clock: a busy machine stalls now and then
+        summarize(response)
+        assert time.process_time() - began < 1, f"{unit!r} stalls the step"
 
 
 @pytest.mark.parametrize("prose", ["07", "Hence x = 07.", "so it equals 7"])
