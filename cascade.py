@@ -19,6 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -60,7 +61,10 @@ class Stage:
 def grade(pair: Pair, adapter, rollouts: Rollouts, problems, group: list[int], summaries=()) -> Stage:
     """Decode and score rows: c(y) and phi(y). group[r] is the problem that row r answers."""
     texts = rollouts.texts(pair)
-    correct = [is_correct(problems[g], text) for g, text in zip(group, texts, strict=True)]
+    rows = [problems[g] for g in group]
+    programs = any(problem.kind == "code" for problem in rows)  # each runs in processes of its own, so in parallel
+    with ThreadPoolExecutor(os.cpu_count() if programs else 1) as pool:
+        correct = list(pool.map(is_correct, rows, texts))
     return Stage(adapter, rollouts, texts, correct, [format_score(t) for t in texts], group, list(summaries))
 
 

@@ -13,6 +13,7 @@ import random
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,7 +41,7 @@ from cascade import (
     telling_exchanges,
 )
 from model import ADAPTERS, load_pair
-from reward import extract_answer, load_problems
+from reward import Problem, extract_answer, load_problems
 from rollout import Rollouts, challenge_prompt, draft_prompt, sample, summarize
 
 TEST, VALIDATION = load_problems("congruence", "test", 12), load_problems("congruence", "validation", 6)
@@ -573,3 +574,24 @@ def test_a_reader_that_hangs_up_early_sees_no_traceback(finished):
     errors = process.stderr.read()
     process.stderr.close()
     assert process.wait() == 141 and errors == ""
+
+
+def test_programs_are_graded_at_the_same_time_and_in_order(monkeypatch):
+    texts, together, most = ["right", "wrong", "right", "wrong"], [], []
+
+    def slow(problem, text):
+        together.append(text)
+        most.append(len(together))
+        time.sleep(0.2)
+        together.remove(text)
+        return text == problem.gold
+
+    monkeypatch.setattr(cascade, "is_correct", slow)
+    monkeypatch.setattr(cascade.os, "cpu_count", lambda: 4)
+    for kind, at_once in (("code", 4), ("math", 1)):
+        most.clear()
+        stage = cascade.grade(
+            None, "A", SimpleNamespace(texts=lambda pair: texts), [Problem("q", "right", kind)], [0] * 4
+        )
+        assert stage.correct == [True, False, True, False]
+        assert max(most) == at_once
