@@ -953,7 +953,8 @@ def test_a_sandbox_killed_from_outside_is_no_verdict(mark):
 
 
 @needs_proc
-def test_the_death_of_the_grader_ends_its_programs(mode, mark):
+def test_the_death_of_the_grader_ends_its_programs(mode, mark, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # its folder is the one thing that a killed grader leaves
     code = "import sys, reward\nreward.ALLOW_UNSANDBOXED = True\nreward.run_program(sys.stdin.read(), limit_s=60)"
     grader = subprocess.Popen([sys.executable, "-c", code], cwd=HERE.parent, stdin=subprocess.PIPE)
     grader.stdin.write(marked("import time; time.sleep(60)", mark).encode())
