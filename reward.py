@@ -159,7 +159,7 @@ PLAIN = re.compile(
       (?:(?P<whole>[0-9]+)\s*(?:\s|(?=\\)))?\\[dtc]?frac\s*(?:\{\s*(?P<a>-?[0-9]+)\s*\}|(?P<a1>[0-9]))
                                                       \s*(?:\{\s*(?P<b>-?[0-9]+)\s*\}|(?P<b1>[0-9]))
     | (?:(?P<whole2>[0-9]+)\s+)?(?P<a2>[0-9]+)\s*/\s*(?P<b2>[0-9]+)
-    | (?P<lead>[0-9]*)\.(?P<fixed>[0-9]*)(?:\\(?:overline|bar)\s*)?(?:\{(?P<rep>[0-9]+)\}|\((?P<rep1>[0-9]+)\))
+    | (?P<lead>[0-9]*)\.(?P<fixed>[0-9]*)(?:\\(?:overline|bar|dot)\s*)?(?:\{(?P<rep>[0-9]+)\}|\((?P<rep1>[0-9]+)\))
     | (?P<number>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)
       (?:[eE](?P<e>[-+]?[0-9]{1,3})|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*(?P<e1>[-+]?[0-9]{1,3})\s*\}|(?P<e2>-?[0-9]{1,3})))?
     )\s*(?P<pct>\\?%)?""",
@@ -197,15 +197,27 @@ def rational(text: str) -> Fraction | None:
 
 
 LATEX_OF = r"""− - – - ÷ / × \times · \cdot ⋅ \cdot ∞ \infty π \pi ° ^\circ ≤ \le ≥ \ge ≠ \neq ± \pm ≈ \approx √ \sqrt
-    ∛ \sqrt[3] ∫ \int ∑ \sum ∏ \prod ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ℝ \mathbb{R} ℤ \mathbb{Z} ℕ \mathbb{N} ℚ \mathbb{Q}
-    ℂ \mathbb{C} θ \theta α \alpha β \beta € \text{euro} £ \text{pound}""".split()  # noqa: SIM905
+    ∛ \sqrt[3] ∫ \int ∑ \sum Σ \sum ∏ \prod ∪ \cup ∩ \cap ∈ \in ∅ \emptyset ≡ \equiv ℝ \mathbb{R} ℤ \mathbb{Z}
+    ℕ \mathbb{N} ℚ \mathbb{Q} ℂ \mathbb{C} α \alpha β \beta γ \gamma ζ \zeta θ \theta λ \lambda μ \mu ρ \rho φ \phi
+    ω \omega € \text{euro} £ \text{pound} ¢ \text{cent}""".split()  # noqa: SIM905
 LATEX_OF = dict(zip(LATEX_OF[::2], LATEX_OF[1::2], strict=True))
-SUPERSCRIPT = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ"
+RAISED, LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻ⁿ", "₀₁₂₃₄₅₆₇₈₉₋ₙ"
 SPELLINGS = [  # (pattern, replacement), in this order
     # what only decorates
     (r"\\(?:displaystyle|textstyle|[bB]igg?[lrm]?)(?![a-zA-Z])", ""),
     (r"\\(?:left|right)(?![a-zA-Z])\.?|[\u200b-\u200f\u2060\ufeff`]|\A\s*=|\\\\\s*\Z", ""),
     (r"\{\s*,\s*\}|,\\!\s*", ","),  # 10{,}080 and 10,\!080
+    (r"\\degree(?![a-zA-Z])|\^\s*\{?\s*o\s*\}?(?![a-zA-Z])", r"^\\circ "),
+    (
+        r"\\(?:begin|end)\s*\{(?:aligned|align\*?|equation\*?|gathered)\}|\\(?:checkmark|[lL]arge|LARGE|[hH]uge)(?![a-zA-Z])",
+        " ",
+    ),
+    (r"[\[(]\s*\\begin\{array\}\{[^{}]*\}(.*?)\\end\{array\}\s*[\])]", r"\\begin{pmatrix}\1\\end{pmatrix}"),
+    (r"\\(?:underline|bf|(?:text)?color\s*\{\w+\})\s*\{([^{}]*)\}", r"\1"),
+    (r"\\langle(?![a-zA-Z])", "("),
+    (r"\\rangle(?![a-zA-Z])", ")"),
+    (r"\\varphi(?![a-zA-Z])", r"\\phi"),
+    (r"(?i)\A\s*(?:(?:the )?(?:final )?answer(?: is)?\s*[: ]|option|choice)\s*(?=\S)", ""),
     (r"(?<!\\)\\[!,;:> ]|\\q?quad(?![a-zA-Z])|~", " "),
     (r"\\[()]|(?<!\\)\\[\[\]]|(?<!\\)\$|\A\*\*|\*\*\Z", " "),  # \( 5 \), $5$, **5**
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
@@ -215,16 +227,30 @@ SPELLINGS = [  # (pattern, replacement), in this order
     (r"\\text\s*\{\s*(-?[0-9][^{}]*|[^{}a-zA-Z]*)\}|\\(?:boxed|fbox)\s*(?=[^\s{])", r" \1 "),  # \text{23}
     (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
     (r"(?<=[)\]])\s*U\s*(?=[(\[])", r" \\cup "),
+    # modulus and number base
+    (r"\(\s*mod\s*([^()]+)\)|\\[bp]?mod\s*([0-9a-z]+(?![{0-9a-z]))|\\mod\s*\{([^{}]*)\}", r"\\pmod{\1\2\3}"),
+    (r"\(\s*([0-9A-F]+)\s*\)\s*_", r"\1_"),
+    (r"\A([0-9A-F]+)\s*(?:\\text\s*)?[({]?\s*base\s*\}?\s*([0-9]+)\s*\)?\Z", r"\1_{\2}"),
     # calculator and program notation
     (r"(?<=[0-9])j(?![a-zA-Z])", "i"),
+    (r"(?<=[0-9])\s*secs?\.?\Z", " second"),  # not the secant
+    (r"\+/?-", r"\\pm "),
+    (r"([a-zA-Z0-9]+|\([^()]*\))!\s*\^", r"(\1!)^"),
     *(
-        (rf"(?<=[0-9])\s*{scale}(?![a-z])", rf" \\cdot 10^{{{p}}}")
-        for p, scale in ((3, "thousand"), (6, "million"), (9, "billion"))
+        (rf"(?<=[0-9])\s*(?:\\text\s*\{{\s*)?{scale}(?![a-z])\s*\}}?", rf" \\cdot 10^{{{p}}}")
+        for p, scale in ((2, "hundred"), (3, "thousand"), (6, "million"), (9, "billion"))
     ),
     (r"\*\*", "^"),
     (r"(?<![a-zA-Z\\])(?:infinity|infty|inf|oo)(?![a-zA-Z])", r"\\infty "),
     (r"(?<![a-zA-Z\\])(pi|sqrt|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log|exp)(?![a-zA-Z])", r"\\\1 "),
-    (r"\\log(?!\s*_|[a-zA-Z])", r"\\ln"),  # math-verify would take base 10
+    (r"\\log(?!\s*_|[a-zA-Z])|\\log_\{?e\}?(?![a-zA-Z])", r"\\ln"),  # math-verify would take base 10
+    (r"(\\(?:log|ln|sin|cos|tan)\s*[_^])\s*([0-9])(?![0-9])", r"\1{\2}"),
+    (r"(\\(?:sin|cos|tan|cot|sec|csc))\s*\(?\s*([0-9.]+)\s*\^\s*\{?\s*\\circ\s*\}?\s*\)?", r"\1(\\frac{\2\\pi}{180})"),
+    (  # 3/4 x and 1/2\sqrt{3}: the fraction ends before the letter
+        r"(?<![0-9a-zA-Z.,^_/)}\]])([0-9]+)\s*/\s*([0-9]+)"
+        r"(?=\s*(?:\\(?!le|ge|cup|text|%|neq|pm|ldots|approx|in(?![a-z]))[a-z]|[a-zA-Z(]))",
+        r"\\frac{\1}{\2} ",
+    ),
     (r"(?<![0-9a-zA-Z.,])([0-9]+\.?[0-9]*|\.[0-9]+)[eE]([-+]?[0-9]{1,3})(?![0-9a-zA-Z.])", r"\1 \\cdot 10^{\2}"),
     (r"(?<=[0-9.])\s*x\s*(?=10\s*\^)|(?<=[0-9a-zA-Z)}\]])\s*\*\s*", r" \\cdot "),
     (r"!=|\\ne(?![a-zA-Z])", r"\\neq "),
@@ -239,25 +265,33 @@ SPELLINGS = [  # (pattern, replacement), in this order
     (r"\\frac\s*([0-9a-zA-Z])\s*(?=[0-9a-zA-Z{])", r"\\frac{\1}"),
     (r"(\\frac\s*\{[^{}]*\})\s*([0-9a-zA-Z])", r"\1{\2}"),
     (r"\^\s*(-?[0-9]{2,}|-[a-zA-Z0-9])", r"^{\1}"),  # 10^-5, 10^12: what a person means by it
+    (r"(?<=(?<!\\)\{)([1-9][0-9]{0,2}(?:,[0-9]{3})+)(?=\})", lambda m: m[1].replace(",", "")),  # \frac{20,000}{\pi}
 ]
 SPELLINGS = [(re.compile(pattern), replacement) for pattern, replacement in SPELLINGS]
+FUNCTIONS = [  # what brackets become braces, whatever stands between them
+    (r"\\sqrt\s*\(", r"\sqrt{", "}"),
+    (r"\\exp\s*[({]", "e^{", "}"),
+    (r"\^\s*\(", "^{", "}"),
+    (r"(?<![a-zA-Z\\])abs\s*\(", "|", "|"),
+    (r"(?<![a-zA-Z\\])cbrt\s*\(", r"\sqrt[3]{", "}"),
+]
 
 
 def clean(text: str) -> str:
     """One spelling for many: what math-verify misreads or cannot read, said in LaTeX that it reads."""
     text = unbox(text)
-    text = re.sub(
-        f"[{SUPERSCRIPT}]+", lambda m: "^{" + m[0].translate(str.maketrans(SUPERSCRIPT, "0123456789-n")) + "}", text
-    )
+    for mark, digits in (("^", RAISED), ("_", LOWERED)):
+        plain = str.maketrans(digits, "0123456789-n")
+        text = re.sub(f"[{digits}]+", lambda m, mark=mark, plain=plain: f"{mark}{{{m[0].translate(plain)}}}", text)
     text = re.sub(r"([0-9])(?=[¼-¾⅐-⅞])", r"\1 ", text)  # 2½ is 2 1/2, not 21/2
     text = "".join(LATEX_OF[c] + " " * (c not in "−–÷") if c in LATEX_OF else c for c in text)
     text = unicodedata.normalize("NFKC", text).replace("\u2044", "/")
     for pattern, replacement in SPELLINGS:
         text = pattern.sub(replacement, text)
-    for opening, before in ((r"\\sqrt\s*\(", r"\sqrt{"), (r"\\exp\s*[({]", "e^{"), (r"\^\s*\(", "^{")):
+    for opening, before, after in FUNCTIONS:
         at = 0
         while (m := re.compile(opening).search(text, at)) and (end := closing(text, m.end() - 1)) > 0:
-            text = text[: m.start()] + before + text[m.end() : end] + "}" + text[end + 1 :]
+            text = text[: m.start()] + before + text[m.end() : end] + after + text[end + 1 :]
             at = m.start() + len(before)
     return re.sub(r"(?<!\.)[.,;:]\Z", "", re.sub(r"\s+", " ", text).strip()).strip()
 
@@ -299,26 +333,30 @@ def split(text: str, separators: str) -> list[str]:
 # Mathematics, 2: equal or not. All of this runs in a child process, because it may hang, raise or eat memory.
 
 UNEVALUATED = re.compile(
-    r"\\(?:i*int|oint|sum|prod|lim)(?![a-zA-Z])|(?<![a-zA-Z])(?:lim|sum|int|prod)_"
+    r"\\(?:i*int|oint|sum|prod|lim|gcd|lcm|det|max|min)(?![a-zA-Z])|vmatrix|(?<![a-zA-Z])(?:lim|sum|int|prod)_"
     r"|\\frac\s*\{\s*(?:d|\\partial)\s*[a-zA-Z]?\s*\}\s*\{\s*(?:d|\\partial)\s*[a-zA-Z]"
 )
 AND_OR = r",|;|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])"
 SYMBOL = r"\\?[a-zA-Z]+'*(?:_(?:\{[^{}]*\}|[0-9a-zA-Z]))?"
 NAME = rf"(?:{SYMBOL}(?:\s*\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])*\s*\))?|\(\s*[a-zA-Z](?:\s*,\s*[a-zA-Z])+\s*\))"
 BEYOND = re.compile(  # towers of powers, giant powers and factorials: sympy would compute them
-    r"\^[^+,=*]{0,60}\^[^+,=*]{0,60}\^|\^\s*\{?\s*[0-9]{6,}|[0-9]{6,}\s*[})]*\s*!|[0-9]{4000}|!\s*\)?\s*!\s*\)?\s*!"
+    r"\^[^+,=*]{0,60}\^[^+,=*]{0,60}\^|\^\s*\{?\s*[0-9]+\s*\^\s*\{?\s*[0-9]{2,}|\^\s*\{?\s*[0-9]{6,}|[0-9]{6,}\s*[})]*\s*!|[0-9]{4000}|!\s*\)?\s*!\s*\)?\s*!"
 )
 UNIT_NAMES = """
     m meter metre meter cm centimeter centimetre centimeter km kilometer kilometre kilometer mm millimeter kg kilogram
-    g gram mg milligram l liter litre liter ml milliliter ft foot feet foot in inch inche inch lb pound oz ounce h hour
-    hr hour min minute s second sec second circ degree deg degree mph mileperhour""".split()  # noqa: SIM905
+    g gram mg milligram l liter litre liter ml milliliter ft foot feet foot in inch inche inch yd yard lb pound oz ounce
+    h hour hr hour min minute s second sec second circ degree deg degree mph mileperhour usd dollar""".split()  # noqa: SIM905
 UNIT_NAMES = dict(zip(UNIT_NAMES[::2], UNIT_NAMES[1::2], strict=True))  # one spelling for those with several
+NO_UNIT = re.compile(  # words that change the value or deny it
+    r"(?i)\b(?:[xyz]|dozens?|pairs?|squared|cubed|factorial|hal(?:f|ves)|thirds?|quarters?|\w+ths?|not|or|and|but|minus|plus|times"
+    r"|over|nan|wrong|alpha|beta|maybe)\b(?! units?)"
+)
 UNIT = re.compile(
-    r"(?P<value>.*[0-9a-zA-Z)}\].])\s*(?P<unit>(?:\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?[0-9]\}?)?\s*)+"
+    r"(?P<value>.*?[0-9a-zA-Z)}\].])\s*(?P<unit>(?:\\text\s*\{[^{}]*\}(?:\s*\^\s*\{?[0-9]\}?)?\s*)+"
     r"|\^\s*\{?\s*\\circ\s*\}?(?:\s*(?:\\text\s*\{)?[CFK]\}?)?"
-    r"|(?:(?<![a-zA-Z\\])(?:cm|km|mm|kg|mg|ml|ft|lbs?|oz|mph|degrees?|cents?|dollars?|miles?|inch(?:es)?|hours?|minutes?)"
+    r"|(?:(?<![a-zA-Z\\])(?:(?:square|sq\.?|cubic|cu\.?)\s+)?(?:in|yd|sec|usd|USD|km/h|m/s|[ap]\.?m\.?|[AP]M|cm|km|mm|kg|mg|ml|ft|lbs?|oz|mph|degrees?|cents?|dollars?|miles?|inch(?:es)?|hours?|minutes?)"
     r"(?![a-zA-Z])(?:\s*\^\s*\{?[0-9]\}?)?\s*)"
-    r"|(?<=[0-9}] )(?!squared|cubed|factorial|dozen)[a-zA-Z]{3,}(?: [a-zA-Z]{2,}){0,3}(?:\s*\^\s*\{?[0-9]\}?)?)",
+    r"|(?<=[0-9}] )[a-zA-Z]{3,}(?: [a-zA-Z]{2,}){0,3}(?:\s*\^\s*\{?[0-9]\}?)?)",
     re.DOTALL,
 )
 
@@ -327,7 +365,9 @@ def equivalent(answer: str, gold: str) -> bool:
     """Is `answer` mathematically equal to `gold`? An integral, sum, product or limit left unevaluated restates the
     question: it equals only a gold that holds one. May hang or raise: call `math_equal`."""
     a, g = clean(answer), clean(gold)
-    return not (UNEVALUATED.search(a) and not UNEVALUATED.search(g)) and same(thousands(a), thousands(g))
+    if UNEVALUATED.search(a.rpartition("=")[2]) and not UNEVALUATED.search(g):
+        return False
+    return same(thousands(a), thousands(g))
 
 
 def thousands(text: str) -> str:
@@ -341,6 +381,8 @@ def thousands(text: str) -> str:
 def interval(text: str) -> tuple[str, str]:
     r"""(variable, interval) of a < x \le b, x > a, x \in S or x < a or x > b; ("", text) for anything else."""
     turned = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le"}
+    if m := re.fullmatch(rf"\\\{{\s*{SYMBOL}\s*(?:\\in\s*\\mathbb\{{R\}}\s*)?(?:\\mid|:|\|)(.+)\\\}}", text):
+        text = m[1].strip()
     if len(parts := split(text, AND_OR)) > 1:
         found = [interval(part) for part in parts]
         one = len({x for x, _ in found}) == 1 and found[0][0]
@@ -365,6 +407,8 @@ def interval(text: str) -> tuple[str, str]:
 
 def shape(text: str) -> tuple[str, list[str]]:
     r"""(kind, elements): "()", "[)", ... a tuple or interval; "{}" a set; "," a bare list; "u" a union; "" all else."""
+    if m := re.fullmatch(r"\\begin\{([pb]?matrix)\}([^&]*)\\end\{\1\}", text):  # a column vector
+        return "()", re.split(r"\s*\\\\\s*", m[2].strip())
     if len(parts := split(text, r"\\cup(?![a-zA-Z])")) > 1:
         shapes = [shape(part) for part in parts]
         if all(kind == "{}" for kind, _ in shapes):
@@ -376,7 +420,7 @@ def shape(text: str) -> tuple[str, list[str]]:
             if "{" in opening and (len(parts) > 1 or opening == r"\{"):
                 return "{}", signs(parts)
             if len(parts) > 1:
-                return opening + shut, parts
+                return (opening + shut, parts) if len(signs([text])) == 1 else (",", signs([text]))
     parts = signs([part for part in split(text, AND_OR) if part])
     return (",", parts) if len(parts) > 1 else ("", [text])
 
@@ -403,8 +447,9 @@ def named(text: str) -> tuple[list[str], list[str]] | None:
         left, right = split(m[1][1:-1], ",") if many else [m[1]], shape(m[2])[1] if many else [m[2]]
         if len(left) != len(right):
             return None
-        names += [re.sub(r"[\s{}]", "", name) for name in left]
-        values += right
+        for name, value in zip(left, right, strict=True):
+            values += (both := signs([value]))  # x = 1 \pm 2 names two
+            names += [re.sub(r"[\s{}]", "", name)] * len(both)
     return names, values
 
 
@@ -415,7 +460,8 @@ def words(text: str) -> str | None:
         return option[1].lower()
     if re.search(r"\\[a-zA-Z]|[0-9=<>^_+*/|]", inner) or not re.search(r"[A-Za-z]{2,}", inner):
         return None
-    return " ".join(word.removesuffix("s") for word in re.findall(r"[^\W_]+(?:['-][^\W_]+)*", inner.casefold()))
+    said = re.findall(r"[^\W_]+(?:['-][^\W_]+)*", inner.casefold())
+    return " ".join(word.removesuffix("s") for word in said if word not in ("a", "an", "the"))
 
 
 def same(a: str, g: str) -> bool:
@@ -426,14 +472,18 @@ def same(a: str, g: str) -> bool:
     if bare_a == bare_g:
         return True
     if (said := words(g)) is not None:
+        if said == "no solution" and bare_a == r"\emptyset":
+            return True
         equal = said == (words(a) or (bare_a.lower() if len(bare_a) == 1 else None))
         if equal or not re.fullmatch("[a-z]{2,3}", bare_g) or bare_g in ("no", "yes"):  # xy may be a product
             return equal
-    if len(bare_g) == 1 and bare_g.lower() in (words(a), bare_a.lower()):  # gold C: c, (C), \\text{C}
+    if re.fullmatch("[A-H]", bare_g) and bare_g.lower() in (words(a), bare_a.lower()):  # gold C: c, (C), \\text{C}
         return True
     a, g = (re.sub(r"(?<=\S)\s*\\approx.*", "", t) for t in (a, g))  # x = 1/3 \approx 0.33 says 1/3
     a, g = (re.sub(rf"\A([^=<>a-zA-Z]+)=\s*({SYMBOL})\Z", r"\2 = \1", t) for t in (a, g))  # 5 = x
     (names_a, values_a), (names_g, values_g) = named(a) or ([], []), named(g) or ([], [])
+    if any("(" in name for name in names_a) != any("(" in name for name in names_g):  # y = e^x says y(x) = e^x
+        names_a, names_g = ([re.sub(r"\(.*", "", name) for name in names] for names in (names_a, names_g))
     if names_a and names_g:
         if set(names_a) == set(names_g) and len(set(names_g)) == len(names_g) == len(names_a):
             by_name = dict(zip(names_a, values_a, strict=True))
@@ -448,25 +498,36 @@ def same(a: str, g: str) -> bool:
             return matched(*pair) if len(set(names)) == 1 else kind in ("()", ",") and matched(*pair, ordered=True)
         if "=" not in other:
             a, g = (values[0], g) if names_a else (a, values[0])
-    (x_a, a), (x_g, g) = interval(a), interval(g)
+    if "=" in a and not re.search(r"[=<>]|\\[lg]e(?![a-z])|\\equiv", g) and "," not in a:  # a^2 + b^2 = 10
+        left, _, a = a.rpartition("=")
+        if rational(left) not in (None, rational(a)):  # 1 = 2 is no answer
+            return False
+    mod_a, mod_g = (re.fullmatch(r"(?:(.+?)\s*\\equiv)?\s*([^=]+?)\s*\\pmod\s*\{([^{}]+)\}", t) for t in (a, g))
+    if mod_a and mod_g:
+        named_alike = None in (mod_a[1], mod_g[1]) or same(mod_a[1], mod_g[1])
+        return named_alike and same(mod_a[2], mod_g[2]) and same(mod_a[3], mod_g[3])
+    if mod_a or mod_g:  # the question named the modulus
+        return same(mod_a[2] if mod_a else a, mod_g[2] if mod_g else g)
+    (x_a, range_a), (x_g, range_g) = interval(a), interval(g)
     if x_a and x_g and x_a != x_g:
-        return False
+        return scalar(a, g)  # x > y says y < x
+    a, g = range_a, range_g
     (kind_a, parts_a), (kind_g, parts_g) = shape(a), shape(g)
     if r"\ldots" in bare_a + bare_g:  # element by element, as written
         return kind_a == kind_g != "" and matched(parts_a, parts_g, ordered=True)
     if r"\emptyset" in (bare_a, bare_g):
-        return False
+        return bare_g == r"\emptyset" and words(a) in ("no solution", "empty set")
     kinds = {kind_a, kind_g}
     if kinds in ({",", "{}"}, {"", "{}"}):  # 1, 2 is {1, 2} and 1 is {1}
         return matched(parts_a, parts_g)
-    if kinds == {",", "()"}:
+    if kinds == {",", "()"} or (kind_a, kind_g) == ("[]", ","):
         return matched(parts_a, parts_g, ordered=True)
     if len(kinds) == 1 and kinds != {""} and (kinds != {"u"} or len(parts_a) == len(parts_g)):
         return matched(parts_a, parts_g, ordered=kind_g not in (",", "{}", "u"))
     if (
         "," in kinds
         or "{}" in kinds
-        or ("" in kinds and len(kinds) > 1 and not re.search(r"\\mathbb|\\setminus|\\cap", a + g))
+        or ("" in kinds and len(kinds) > 1 and not re.search(r"\\mathbb|\\setminus|\\cap|matrix", a + g))
     ):
         return False
     return scalar(a, g)
@@ -491,10 +552,11 @@ def unit_of(text: str) -> tuple[str, str]:
     r"""("15", "centimeter^2") of "15 \text{ cm}^2" or "15 square cm": the value and its unit, "" without one."""
     if m := re.match(r"(-?)\s*(?:\\\$|\\text\{(euro|pound)\})\s*(?=[-0-9.\\])", text):
         return m[1] + text[m.end() :], m[2] or "dollar"
-    if not (m := UNIT.fullmatch(text)):
+    m = UNIT.fullmatch(text)
+    if not m or NO_UNIT.search(m["unit"]):
         return text, ""
     unit = re.sub(r"\\text\b|[{}\\.]|\A\^", " ", m["unit"]).lower()
-    unit = re.sub(r"(?:square|sq) (\w+)|cubic (\w+)", lambda m: f"{m[1]}^2" if m[1] else f"{m[2]}^3", unit)
+    unit = re.sub(r"(?:square|sq) +(\w+)|(?:cubic|cu) +(\w+)", lambda m: f"{m[1]}^2" if m[1] else f"{m[2]}^3", unit)
     unit = re.sub(r"([a-z]+?)s?(?![a-z])", lambda m: UNIT_NAMES.get(m[1], m[1]), unit)
     return m["value"].strip(), re.sub(r"\s", "", unit)
 
@@ -511,8 +573,9 @@ def scalar(a: str, g: str) -> bool:
     (a, unit_a), (g, unit_g) = unit_of(a), unit_of(g)
     if unit_a and unit_g and unit_a != unit_g:
         return False
-    if unit_g and not unit_a and (m := re.fullmatch(r"(.*[0-9]) ?(m|g|s|h|L)((?:\^\s*\{?[0-9]\}?)?)", a)):
-        a = m[1] if UNIT_NAMES[m[2].lower()] + re.sub(r"[\s{}]", "", m[3]) == unit_g else a  # 9 m^3, without \text
+    if not unit_a and (m := re.fullmatch(r"(.*[0-9])\s?(m|g|s|h|L)((?:\^\s*\{?[0-9]\}?)?)", a)):  # 9 m^3, without \text
+        unit_a = UNIT_NAMES[m[2].lower()] + re.sub(r"[\s{}]", "", m[3])
+        a = m[1] if unit_a == unit_g or (not unit_g and rational(g) is not None) else a
     if re.search(r"[0-9]\s*:\s*[0-9]", a + " " + g):
         return [p.strip().lstrip("0") for p in a.split(":")] == [p.strip().lstrip("0") for p in g.split(":")]
     base_a, base_g = (re.fullmatch(r"([0-9A-F]+)(?:\s*_\s*\{?\s*([0-9]+)\s*\}?)?", t) for t in (a, g))
@@ -521,14 +584,24 @@ def scalar(a: str, g: str) -> bool:
     x, y = rational(a), rational(g)
     if x is not None and y is not None:
         return x == y or (10**400 % y.denominator > 0 and rounded(a, y))  # 0.5000001 is not one half, which ends
-    if re.search(r"[0-9.]\s+[0-9.]", a) or BEYOND.search(a) or BEYOND.search(g):  # "1 2" would be read as 1 + 2
+    if (
+        re.search(r"(?<![_^])(?<![_^][0-9])[0-9.]\s+[0-9.]", a) or BEYOND.search(a) or BEYOND.search(g)
+    ):  # "1 2" would be read as 1 + 2
         return False
     import math_verify
     import sympy
 
-    # math-verify reads R and r as one symbol, and both gammas: where one of the answers has both, rename the capital
-    used = [set(re.sub(r"\\[a-zA-Z]+", "", t)) for t in (a, g)]
-    for letter in sorted({c for letters in used for c in letters if c.isupper() and c.lower() in letters}):
+    # math-verify reads R and r as one symbol, and both gammas, and drops primes, transposes and factorials' doubling
+    if re.search(r"(?<![0-9])!!", a + " " + g) or re.search(
+        r"[0-9)}]\s*(?:'|\^\s*\{?\s*(?:T(?![a-zA-Z])|\\top))", a + " " + g
+    ):
+        return False
+    a, g = (re.sub(r"(?<![a-zA-Z\\])([a-zA-Z])('+)", lambda m: f"{m[1]}_{{9{len(m[2])}}}", t) for t in (a, g))
+    a, g = (
+        re.sub(r"(?<![a-zA-Z\\])([A-Za-z])\s*\^\s*\{?\s*(?:T(?![a-zA-Z])|\\top)\s*\}?", r"\1_{99}", t) for t in (a, g)
+    )
+    letters = set(re.sub(r"\\[a-zA-Z]+", "", a + g)) - {"C"}  # the constant of integration goes by either
+    for letter in sorted(c for c in letters if c.isupper() and c.lower() in letters):
         capital = rf"(\\mathbb\{{.\}}|\\[a-zA-Z]+)|{letter}"
         a, g = (re.sub(capital, lambda m, c=letter: m[1] or rf"x_{{{ord(c)}}} ", t) for t in (a, g))
     a, g = (re.sub(r"\\Gamma(?!\s*[(a-zA-Z])", r"\\Omega ", t) for t in (a, g))
@@ -585,25 +658,34 @@ def agree(A, G) -> bool | None:
     if not names:
         A, G = A.doit(), G.doit()
         return bool(A == G) if A.is_Rational and G.is_Rational else close(A, G)
+    # a formula with floors, factorials or (-1)^n in n, k, ... is about whole numbers
+    whole = (sympy.floor, sympy.ceiling, sympy.factorial, sympy.binomial)
+    counts = any(e.has(*whole) or any(p.base.is_negative for p in e.atoms(sympy.Pow)) for e in (A, G))
+    counts = counts and set(names) <= set("nmkjlpqN")
     rng, hits = random.Random(0), 0
-    for k in range(8):
+    for k in range(12):
         at = {n: sympy.Rational(rng.randint(20, 400), 97) * (-1) ** (k >> j % 3) for j, n in enumerate(names)}
-        a, g = (sympy.N(e.subs({s: at[s.name] for s in e.free_symbols}), 40) for e in (A, G))
-        if not (g.is_number and g.is_finite) or (abs(sympy.im(g)) > 1e-30 and not G.has(sympy.I)):
+        if k >= 8 or counts:
+            at = {n: sympy.Integer(rng.randint(1, 12)) for n in names}
+        a, g = (e.subs({s: at[s.name] for s in e.free_symbols}) for e in (A, G))
+        value = sympy.N(g, 15)
+        if not (value.is_number and value.is_finite) or (abs(sympy.im(value)) > 1e-12 and not G.has(sympy.I)):
             continue
-        if close(a, g) is False:
+        if (equal := close(a, g)) is False:
             return False
-        hits += close(a, g) is True
+        hits += equal is True
     return True if hits >= 3 else None
 
 
 def close(a, g) -> bool | None:
+    """Are two constants equal? sympy raises its precision until the difference shows, up to 300 digits: at a fixed one
+    exp(-100) is 0, and 10^50 + 3 is 10^50 + 2. None where they have no value."""
     import sympy
 
-    a, g = sympy.N(a, 40), sympy.N(g, 40)
-    if not (a.is_number and g.is_number and a.is_finite and g.is_finite):
+    parts = sympy.N(a - g, 15, maxn=300).as_real_imag()
+    if not all(part.is_number and part.is_finite for part in parts):
         return None
-    return bool(abs(a - g) <= abs(g) * sympy.Float("1e-28", 40)) if g else bool(abs(a) < 1e-30)
+    return all(part == 0 or part._prec == 1 for part in parts)  # precision 1: no digit could be told from 0
 
 
 # ---------------------------------------------------------------------------------------------------------------

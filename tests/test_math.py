@@ -260,7 +260,7 @@ def test_a_stuck_answer_is_killed_counted_and_does_not_disturb_the_next():
     math_equal("x", "y")  # started
     before, events = children(), EVENTS["timeout"]
     start = time.monotonic()
-    assert not GRADER.ask("10^{10^{10}}", "1", 0.5)
+    assert not GRADER.ask("(10^9)!", "1", 0.5)
     assert 0.4 < time.monotonic() - start < 1.5
     assert EVENTS["timeout"] == events + 1
     assert math_equal(r"\sqrt{8}", r"2\sqrt{2}")  # by a new child
@@ -390,7 +390,7 @@ def test_a_lost_computation_ends_with_its_parent():
         "import reward, threading, os, signal; reward.math_equal('x', 'y');"
         "print(reward.GRADER.process.pid, flush=True);"
         "threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGKILL)).start();"
-        "reward.GRADER.ask('10^{10^{10}}', '1', 1.0)"
+        "reward.GRADER.ask('(10^9)!', '1', 1.0)"
     )
     out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=HERE.parent)
     pid = int(out.stdout)
@@ -455,7 +455,7 @@ def test_a_file_is_graded_and_its_verdicts_are_written_beside_it(tmp_path):
         {"response": respond("4/3"), "gold": r"\frac43"},
         {"response": respond("4/3"), "gold": 1},
         {"response": "4/3", "gold": "4/3", "more": "columns"},
-        {"response": respond("10^{10^{10}}"), "gold": "3"},
+        {"response": respond("(10^9)!"), "gold": "3"},
         {"response": "x</think>é<answer>5</answer> and more", "gold": "5"},
     ]
     out = grade(tmp_path, rows)
@@ -464,7 +464,7 @@ def test_a_file_is_graded_and_its_verdicts_are_written_beside_it(tmp_path):
     verdicts = lines(tmp_path / "responses.verdicts.jsonl")
     assert [v["verdict"] for v in verdicts] == ["right", "wrong", "no answer", "timeout", "right"]
     assert [v["phi"] for v in verdicts] == [1.0, 1.0, 0.0, 1.0, 0.0]
-    assert [v["answer"] for v in verdicts] == ["4/3", "4/3", None, "10^{10^{10}}", "5"]
+    assert [v["answer"] for v in verdicts] == ["4/3", "4/3", None, "(10^9)!", "5"]
 
 
 @pytest.mark.parametrize(
