@@ -87,6 +87,7 @@ STRUCTURE = re.compile(  # what some tokenizer reads as structure; all read it o
 ANSWER = "answers?|ans|réponse|antwort|respuesta|risposta|resposta|ответ(?:ом)?"
 RESULT = "results?|solutions?|résultat|ergebnis|lösung|resultado|solución|risultato|solução|результат"
 IS = r"(?:is|are|was|be|equals?|est|ist|lautet|es|è|é|равен|равно|является)(?![^\W_])"
+IS += r"(?!\s{1,2}(?:obtained|found|given|computed|reached|derived|to|by|not)\b)"  # "the answer is found by adding ..."
 REST = r"(\S[^\n]*?)(?=[.!?]{1,3}[\"'”»)*_$]{0,4}(?:\s|\Z)|[。！？\n]|\Z)"  # to the sentence's end; 3.5 does not end it
 GAP, OPEN = r"(?:[^\w.!?\n]|_){0,8}", r"[\W_]{0,8}"
 SHORT = r"(\S[^\n]{0,30}?)(?=[.!]?[ *_$]{0,4}(?:\n|\Z))"
@@ -94,7 +95,7 @@ CUTS = [
     # "**Final Answer:** 42", "the answer is $42$, as wanted."
     rf"(?i)(?<![^\W_])({ANSWER}){GAP}(?:{IS}|[:：=≈≡→⇒—–]|->|- ){OPEN}{REST}",
     # "the result is 42."; "Result: 42", but a long text after "Solution:" is the work
-    rf"(?i)(?<![^\W_])({RESULT}){GAP}(?:{IS}{OPEN}{REST}|[:：=]{OPEN}{SHORT})",
+    rf"(?i)(?<![^\W_])(?<!general )(?<!particular )({RESULT}){GAP}(?:{IS}{OPEN}{REST}|[:：=]{OPEN}{SHORT})",
     # "the answer to part (b) must be 42", "the correct choice is (C)"
     r"(?i)\b((?:the|my|our|final|correct|right|best)\s(?:answer|choice|option))\b"
     rf"[^.!?\n=:]{{0,60}}?\b{IS}\s{{1,4}}{REST}",
@@ -172,7 +173,7 @@ ALONE = [(re.compile(before), re.compile(after)) for before, after in ALONE]
 # Never: in a sub- or superscript, inside a longer number or word, as the first term of "1 - 1/n".
 SCRIPT = re.compile(r"(?:(?<!_)_|\^)\s?(?:\{[^{}]{0,40})?$")
 GOES_ON = re.compile(
-    r"[0-9A-Za-z_]|\((?![A-Za-z]{2})|[.,][0-9]|-[A-Za-z]|!\s?[-+=*/^]|\s(?:times|plus|minus|mod|hundred|thousand)\b"
+    r"[0-9A-Za-z_]|\((?![A-Za-z]{2})|[.,][0-9]|-[A-Za-z]|!\s?[-+=*/^]|\s(?:times|plus|minus)\s[\d$(\\]|\s(?:hundred|thousand)\b"
     r"|[)\]}]{0,2}[ \t]{0,3}(?:[-+/·×÷⋅]|\*(?!\*)|\^(?!\s?\{?\s?\\circ))[ \t]{0,3}(?:[0-9\\({]|[A-Za-z](?![A-Za-z]))"
     r"|\s?\\(?:cdot|times|div|pm|mp|[dt]?frac|sqrt|pi|binom|ln|log|sin|cos|tan|infty)(?![A-Za-z])"
 )
@@ -306,8 +307,10 @@ def mask_answer(text: str, answer: str) -> str:
         text = mask_spans(text, number_spans(text, numbers))
         return mask_spans(text, number_spans(text, numbers)) if WITHHELD in text else text  # "[withheld], or 50%"
     if re.fullmatch(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+){0,9}", flat):
-        text = mask_spans(text, sentence_spans(text, flat))
-    if re.search(r"[\\^√π/]|[+*-]\s?[a-z]|[a-z]\s?[+*-]", answer) and not STRUCTURE.search(answer):
+        return mask_spans(text, word_spans(text, flat))
+    for spelling in {answer, re.sub(r"\A\s*\S{1,4}\s*(?:=|\\in(?![a-z]))", "", answer)}:  # y = -2x, x \in [-2, 7]
+        text = mask_spans(text, literal_spans(text, spelling.strip(" .$*")))
+    if re.search(r"[\\^√π/]|[+*-]\s?[a-z]|[a-z]\s?[+*-]|[0-9]\s?i\b", answer) and not STRUCTURE.search(answer):
         masked = mask_spans(text, equal_spans(text, answer))
         return masked if masked == text else mask_spans(masked, equal_spans(masked, answer))
     return text
@@ -381,6 +384,7 @@ def values(answer: str) -> set[Fraction]:
 
 def number_spans(text: str, numbers: set[Fraction]):
     """(start, end) of the conclusions that equal one of `numbers`, or are one rounded to two places or more."""
+    last = max((m.end() for m in re.finditer(r"(?<=\S)(?:[.!?]\s|\n)", text.rstrip(" .!?\n"))), default=0)
     for match in NUMBER.finditer(text):
         token, start, value = match[0], match.start(), exact(match[0])
         if token[0] in "+-" and re.search(r"(?:[0-9)}\]]|\b[A-Za-z])\s?\Z", text[max(0, start - 3) : start]):
@@ -388,6 +392,8 @@ def number_spans(text: str, numbers: set[Fraction]):
         if value not in numbers and " " in token and token[0].isdigit() and "/" not in token:
             token = token.split(" ")[0]  # "gives 42 100 times"
             value = exact(token)
+        if value is not None and 100 * value in numbers and re.search(PERCENT + r"\Z", token):
+            value *= 100  # 60% says 60
         places = re.search(r"\.([0-9]{2,9})", token) if value is not None and value not in numbers else None
         rounded = places and any(abs(value - n) * 10 ** len(places[1]) * 2 <= 1 for n in numbers)
         if rounded or value in numbers:
@@ -396,7 +402,8 @@ def number_spans(text: str, numbers: set[Fraction]):
             if first_item or (pronoun and not ENDS.match(text, end)):
                 continue
             small = abs(value.numerator) < 1000 and value.denominator < 5  # too common to be told from other numbers
-            if concludes(text, start, end, not small or not (token.isdigit() or abs(value) <= 12)):
+            closing = start > last > 0 and abs(value) >= 10  # "Each child receives 84 candies."
+            if concludes(text, start, end, closing or not small or not (token.isdigit() or abs(value) <= 12)):
                 yield start, end
 
 
@@ -421,15 +428,34 @@ def option_spans(text: str, letter: str):
             yield start, end
 
 
-def sentence_spans(text: str, answer: str):
-    """(start, end) of the sentences that conclude with an answer in words. Any conclusion could tell a Yes or a No."""
+def word_spans(text: str, answer: str):
+    """(start, end) of an answer in words where a sentence concludes with it. Any conclusion could tell a Yes or a No:
+    of those, everything from the concluding word on."""
     verdict, word = answer.lower() in ("yes", "no", "true", "false"), rf"(?i)(?<![^\W_]){re.escape(answer)}(?![^\W_])"
     sentences = list(re.finditer(r"\s{0,9}((?:[^.!?。！？\n]|\.(?=\S))+)", text))
     for match in sentences:
-        says = re.search(word, match[1])
-        opens = verdict and re.match(r"\W{0,6}(?i:yes|no|true|false)\W{0,2}(?:[,:—-]|\Z)", match[1])
-        if opens or (says and match is sentences[-1]) or ((verdict or says) and CONCLUDING.search(match[1])):
-            yield match.span(1)
+        start, end = match.span(1)
+        if verdict:
+            opens = re.match(r"\W{0,6}(?i:yes|no|true|false)\W{0,2}(?:[,:—-]|\Z)", match[1])
+            sign = opens or CONCLUDING.search(match[1]) or (match is sentences[-1] and re.search(word, match[1]))
+            if sign:
+                yield (start if opens or not CONCLUDING.match(sign[0]) else start + sign.start()), end
+            continue
+        for says in re.finditer(word, match[1]):
+            at = start + says.start(), start + says.end()
+            if match is sentences[-1] or CONCLUDING.search(match[1]) or concludes(text, *at):
+                yield at
+
+
+def literal_spans(text: str, answer: str):
+    """(start, end) of the copies of an answer in LaTeX, whatever the blanks and brackets' sizes, that conclude."""
+    size = r"(?:\\(?:left|right|[,;! ]|displaystyle)(?![a-zA-Z])|\s){0,4}"
+    tokens = [re.sub(r"\\[dt]frac", r"\\frac", t) for t in re.findall(r"\\[a-zA-Z]+|[0-9]+|\S", answer)]
+    tokens = [t for t in tokens if t not in (r"\left", r"\right", r"\displaystyle", "$")][:80]
+    spelled = size.join(re.escape(t).replace(r"\\frac", r"\\[dt]?frac") for t in tokens)
+    for match in re.finditer(rf"(?<![0-9A-Za-z\\]){spelled}(?![0-9A-Za-z])", text) if len(tokens) > 2 else ():
+        if concludes(text, *match.span(), len(tokens) > 4):
+            yield match.span()
 
 
 # ---------------------------------------------------------------------------------------------------------------
