@@ -3,9 +3,7 @@
 Everything Agon learns comes from c(y), so every rule here is written down and strict:
 an answer counts only inside the last complete <answer> block after the last </think>; prose is never graded.
 
-METHOD symbols:  a draft, b challenge (reads a's summary), c(y) in {0,1} correctness, phi(y) in [0,1] format score,
-lam = 0.5.       R(a) = 2 c(a) + lam phi(a)                          draft_reward
-                 R(b) = 2 c(b) + c(b) (1 - c(a)) + lam phi(b)        challenge_reward
+Symbols: a draft, b challenge (it reads a's summary), c(y) correctness, phi(y) format score: each 0 or 1; lam = 0.5.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -73,13 +71,9 @@ def extract_answer(response: str) -> str | None:
     never closes its thought has no answer, whatever stands inside it. Plain string search from the right: linear,
     where the obvious lazy regex is quadratic on a policy that loops on "<answer>".
     """
-    closed = response.rfind(THINK_CLOSE)
-    if closed < 0:
-        return None
-    tail = response[closed + len(THINK_CLOSE) :]
-    end = tail.rfind(ANSWER_CLOSE)
-    start = tail.rfind(ANSWER_OPEN, 0, max(end, 0))
-    return None if start < 0 else tail[start + len(ANSWER_OPEN) : end]
+    _, closed, tail = response.rpartition(THINK_CLOSE)
+    _, opened, answer = tail.rpartition(ANSWER_CLOSE)[0].rpartition(ANSWER_OPEN)
+    return answer if closed and opened else None
 
 
 def format_score(response: str) -> float:
@@ -88,20 +82,11 @@ def format_score(response: str) -> float:
     Text between the two is the summary and is welcome. `response` is the decoded completion cut at its first
     end-of-turn id, so a trailing special token is not "something after the answer".
     """
-    thought, closed, tail = response.strip().partition(THINK_CLOSE)
-    opened = thought.count(THINK_OPEN)  # 0 when the chat template already opened the thought in the prompt
-    ok = (
-        closed != ""
-        and (opened == 0 or (opened == 1 and thought.startswith(THINK_OPEN)))
-        and ANSWER_OPEN not in thought
-        and THINK_OPEN not in tail
-        and THINK_CLOSE not in tail
-        and tail.count(ANSWER_OPEN) == 1
-        and tail.count(ANSWER_CLOSE) == 1
-        and tail.find(ANSWER_OPEN) < tail.find(ANSWER_CLOSE)
-        and tail.endswith(ANSWER_CLOSE)
-    )
-    return 1.0 if ok else 0.0
+    thought, _, tail = response.strip().partition(THINK_CLOSE)
+    thought = thought.removeprefix(THINK_OPEN)  # not there when the chat template opened the thought in the prompt
+    one_thought = THINK_OPEN not in thought and ANSWER_OPEN not in thought
+    one_answer = re.findall("</?(?:think|answer)>", tail) == [ANSWER_OPEN, ANSWER_CLOSE]
+    return float(one_thought and one_answer and tail.endswith(ANSWER_CLOSE))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -185,14 +170,11 @@ def rational(text: str) -> Fraction | None:
             return None
         value = Fraction(a, b) + int(whole or 0)
     elif repeat := m["rep"] or m["rep1"]:
-        scale = 10 ** len(m["fixed"])
-        value = Fraction(int(m["lead"] + m["fixed"] or 0), scale) + Fraction(
-            int(repeat), scale * (10 ** len(repeat) - 1)
-        )
+        scale, nines = 10 ** len(m["fixed"]), 10 ** len(repeat) - 1
+        value = Fraction(int(m["lead"] + m["fixed"] or 0) * nines + int(repeat), scale * nines)
     else:
-        value = Fraction(m["number"].replace(",", "").rstrip(".")) * Fraction(10) ** int(
-            m["e"] or m["e1"] or m["e2"] or 0
-        )
+        power = int(m["e"] or m["e1"] or m["e2"] or 0)
+        value = Fraction(m["number"].replace(",", "").rstrip(".")) * Fraction(10) ** power
     return (-value if m["sign"] == "-" else value) / (100 if m["pct"] else 1)
 
 
@@ -293,7 +275,12 @@ def clean(text: str) -> str:
         while (m := re.compile(opening).search(text, at)) and (end := closing(text, m.end() - 1)) > 0:
             text = text[: m.start()] + before + text[m.end() : end] + after + text[end + 1 :]
             at = m.start() + len(before)
-    return re.sub(r"(?<!\.)[.,;:]\Z", "", re.sub(r"\s+", " ", text).strip()).strip()
+    text = re.sub(r"(?<!\.)[.,;:]\Z", "", re.sub(r"\s+", " ", text).strip()).strip()
+    if re.search(r"[(\[{]", text):
+        return text
+    # 1,234,567 and 7 425 000, but only outside of brackets: (2,100) is a pair
+    grouped = r"(?<![0-9.,])[1-9][0-9]{0,2}(?:([, ])[0-9]{3})(?:\1[0-9]{3})*(?![0-9]|,[0-9])"
+    return re.sub(grouped, lambda m: re.sub("[, ]", "", m[0]), text)
 
 
 def closing(text: str, at: int) -> int:
@@ -365,17 +352,7 @@ def equivalent(answer: str, gold: str) -> bool:
     """Is `answer` mathematically equal to `gold`? An integral, sum, product or limit left unevaluated restates the
     question: it equals only a gold that holds one. May hang or raise: call `math_equal`."""
     a, g = clean(answer), clean(gold)
-    if UNEVALUATED.search(a.rpartition("=")[2]) and not UNEVALUATED.search(g):
-        return False
-    return same(thousands(a), thousands(g))
-
-
-def thousands(text: str) -> str:
-    """1,234,567 -> 1234567 and 7 425 000 -> 7425000, but only outside of brackets: (2,100) is a pair."""
-    if re.search(r"[(\[{]", text):
-        return text
-    grouped = r"(?<![0-9.,])[1-9][0-9]{0,2}(?:([, ])[0-9]{3})(?:\1[0-9]{3})*(?![0-9]|,[0-9])"
-    return re.sub(grouped, lambda m: re.sub("[, ]", "", m[0]), text)
+    return not (UNEVALUATED.search(a.rpartition("=")[2]) and not UNEVALUATED.search(g)) and same(a, g)
 
 
 def interval(text: str) -> tuple[str, str]:
@@ -390,13 +367,11 @@ def interval(text: str) -> tuple[str, str]:
     if m := re.fullmatch(rf"({SYMBOL})\s*\\in(?![a-zA-Z])(.+)", text):
         return m[1], m[2].strip()
     sides = [side.strip() for side in re.split(r"(\\[lg]e(?![a-zA-Z])|<|>)", text)]
-    if len(sides) == 3:
-        if re.fullmatch(SYMBOL, sides[2]):
-            sides = [sides[2], turned[sides[1]], sides[0]]
-        x, op, a = sides
-        sides = [a, turned[op], x, "<", r"\infty"] if op in (">", r"\ge") else [r"-\infty", "<", x, op, a]
-    elif len(sides) == 5 and sides[1] in (">", r"\ge"):
-        sides = [sides[4], turned[sides[3]], sides[2], turned[sides[1]], sides[0]]
+    if len(sides) == 3:  # the variable is the right side where that is a symbol; add the end that is missing
+        low, op, high = (r"-\infty", "<", r"\infty") if sides[1] in ("<", r"\le") else (r"\infty", ">", r"-\infty")
+        sides = [*sides, op, high] if re.fullmatch(SYMBOL, sides[2]) else [low, op, *sides]
+    if len(sides) == 5 and sides[1] in (">", r"\ge"):
+        sides = [turned.get(side, side) for side in reversed(sides)]
     if len(sides) != 5 or not re.fullmatch(SYMBOL, sides[2]) or not {sides[1], sides[3]} <= {"<", r"\le"}:
         return "", text
     low, op, x, op2, high = sides
@@ -428,12 +403,8 @@ def shape(text: str) -> tuple[str, list[str]]:
 def signs(parts: list[str]) -> list[str]:
     r"""3 \pm \sqrt2 -> 3 + \sqrt2, 3 - \sqrt2."""
     both = re.compile(r"\\(pm|mp)(?![a-zA-Z])\s*")
-    turns = ({"pm": "+", "mp": "-"}, {"pm": "-", "mp": "+"})
-    return [
-        both.sub(lambda m, turn=turn: turn[m[1]], p).removeprefix("+")
-        for p in parts
-        for turn in turns[: 2 if both.search(p) else 1]
-    ]
+    pairs = [[both.sub(lambda m, up=up: "-+"[(m[1] == "pm") == up], p) for up in (True, False)] for p in parts]
+    return [sign.removeprefix("+") for pair in pairs for sign in dict.fromkeys(pair)]  # one where there is no \pm
 
 
 def named(text: str) -> tuple[list[str], list[str]] | None:
@@ -477,7 +448,7 @@ def same(a: str, g: str) -> bool:
         equal = said == (words(a) or (bare_a.lower() if len(bare_a) == 1 else None))
         if equal or not re.fullmatch("[a-z]{2,3}", bare_g) or bare_g in ("no", "yes"):  # xy may be a product
             return equal
-    if re.fullmatch("[A-H]", bare_g) and bare_g.lower() in (words(a), bare_a.lower()):  # gold C: c, (C), \\text{C}
+    if re.fullmatch("[A-H]", bare_g) and bare_g.lower() in (words(a), bare_a.lower()):  # gold C: c, (C), \text{C}
         return True
     a, g = (re.sub(r"(?<=\S)\s*\\approx.*", "", t) for t in (a, g))  # x = 1/3 \approx 0.33 says 1/3
     a, g = (re.sub(rf"\A([^=<>a-zA-Z]+)=\s*({SYMBOL})\Z", r"\2 = \1", t) for t in (a, g))  # 5 = x
@@ -524,11 +495,8 @@ def same(a: str, g: str) -> bool:
         return matched(parts_a, parts_g, ordered=True)
     if len(kinds) == 1 and kinds != {""} and (kinds != {"u"} or len(parts_a) == len(parts_g)):
         return matched(parts_a, parts_g, ordered=kind_g not in (",", "{}", "u"))
-    if (
-        "," in kinds
-        or "{}" in kinds
-        or ("" in kinds and len(kinds) > 1 and not re.search(r"\\mathbb|\\setminus|\\cap|matrix", a + g))
-    ):
+    for_sympy = re.search(r"\\mathbb|\\setminus|\\cap|matrix", a + g)  # R \ {0}
+    if kinds & {",", "{}"} or ("" in kinds and len(kinds) > 1 and not for_sympy):
         return False
     return scalar(a, g)
 
@@ -541,10 +509,9 @@ def matched(answers: list[str], golds: list[str], ordered: bool = False) -> bool
         return all(same(a, g) for a, g in zip(answers, golds, strict=True))
     left = list(golds)
     for answer in answers:
-        hit = next((i for i, gold in enumerate(left) if same(answer, gold)), None)
-        if hit is None:
+        if (hit := next((gold for gold in left if same(answer, gold)), None)) is None:
             return False
-        del left[hit]
+        left.remove(hit)
     return True
 
 
@@ -563,8 +530,8 @@ def unit_of(text: str) -> tuple[str, str]:
 
 def scalar(a: str, g: str) -> bool:
     """Two answers without a structure that `same` knows: percent, unit, clock time, base, number, then sympy."""
-    if a.endswith(r"\%") or g.endswith(r"\%"):
-        pct_a, pct_g = a.endswith(r"\%"), g.endswith(r"\%")
+    pct_a, pct_g = a.endswith(r"\%"), g.endswith(r"\%")
+    if pct_a or pct_g:
         a, g = a.removesuffix(r"\%").strip(), g.removesuffix(r"\%").strip()
         x, y = rational(a), rational(g)
         if x is None or y is None:
@@ -619,9 +586,8 @@ def scalar(a: str, g: str) -> bool:
 def rounded(text: str, value: Fraction) -> bool:
     """Is `text` a decimal that agrees with `value` in every digit it gives, and gives at least 8 significant ones?"""
     m = re.fullmatch(r"-?([0-9]*)\.([0-9]+)", text.strip())
-    return (
-        bool(m) and len((m[1] + m[2]).lstrip("0")) >= 8 and abs(Fraction(m[0]) - value) <= Fraction(1, 10 ** len(m[2]))
-    )
+    long = m and len((m[1] + m[2]).lstrip("0")) >= 8
+    return bool(long) and abs(Fraction(m[0]) - value) <= Fraction(1, 10 ** len(m[2]))
 
 
 def read(text: str):
@@ -726,15 +692,15 @@ class Grader:
                 if reply or fresh:
                     break
                 self.close()
-            event = reply.get("event", "") if reply else "crash"
-            if event:
+            reply = reply or {"equal": False, "event": "crash", "last": True}
+            if event := reply.get("event"):
                 count(event.split(":")[0])
                 if event not in self.logged:
                     self.logged.add(event)
                     logger.warning("grading %r against %r: %s, counts as wrong", answer[:80], gold[:80], event)
-            if not reply or reply.get("last"):
+            if reply.get("last"):
                 self.close()
-            return bool(reply and reply["equal"])
+            return reply["equal"]
 
     def start(self) -> None:
         command = [sys.executable, os.path.abspath(__file__), "--grader-child"]
@@ -747,33 +713,26 @@ class Grader:
             raise GradingError(f"the maths grader does not start: {(ready or {}).get('fatal', 'no answer in 60 s')}")
 
     def reply(self, limit_s: float) -> dict | None:
-        """The child's next line; None if it died, a timeout event (and a dead child) if it is silent for limit_s."""
-        deadline, line, out = time.monotonic() + limit_s, b"", self.process.stdout.fileno()
+        """The child's next line; None if it died, a timeout event if it is silent for limit_s: the caller ends it."""
         with selectors.DefaultSelector() as selector:
-            selector.register(out, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
-                if not selector.select(max(0.0, deadline - time.monotonic())):
-                    return {"event": "timeout", "equal": False, "last": True}
-                if not (data := os.read(out, 4096)):
-                    return None
-                line += data
-        return json.loads(line)
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            if not selector.select(limit_s):
+                return {"event": "timeout", "equal": False, "last": True}
+        line = os.read(self.process.stdout.fileno(), 4096)  # whole: the child writes it at once, below PIPE_BUF
+        return json.loads(line) if line else None
 
     def close(self) -> None:
         process, self.process = self.process, None
         if process:
-            process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
+            with process:  # closes the pipes and waits
+                process.kill()
 
     def forget(self) -> None:
         """In a forked child of the caller: the grader is the parent's. Its pipes must not stay open here."""
         if self.process:
-            self.process.returncode = 0  # not ours to wait for
-            self.process.stdin.close()
-            self.process.stdout.close()
-        self.__init__()
+            self.process.returncode = 0  # not ours to kill or to wait for: close() now closes the pipes alone
+        self.close()
+        self.__init__()  # the lock may be held by a thread that this process does not have
 
 
 GRADER = Grader()
@@ -781,11 +740,11 @@ atexit.register(GRADER.close)
 os.register_at_fork(after_in_child=GRADER.forget)
 
 
-def peak_memory() -> int:
-    """Bytes this process ever held. Not ru_maxrss, which counts what the process held before its exec: the trainer."""
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as status:
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read())[1]) << 10
-    return 0  # no /proc, and no limit on memory either
+def proc_text(path: str) -> str:
+    """The text of /proc/`path`; "" where the process is gone, or there is no /proc."""
+    with contextlib.suppress(OSError), open(f"/proc/{path}", encoding="utf-8", errors="replace") as file:
+        return file.read()
+    return ""
 
 
 def grader_child() -> None:
@@ -817,7 +776,8 @@ def grader_child() -> None:
             reply["event"] = "memory"
         except Exception as error:  # sympy raises nearly everything; the caller counts and logs it
             reply["event"] = f"error: {type(error).__name__}"
-        peak = peak_memory()
+        # VmHWM and not ru_maxrss, which counts what this process held before its exec: the trainer
+        peak = int((re.search(r"VmHWM:\s+(\d+) kB", proc_text("self/status")) or (0, 0))[1]) << 10
         if peak > 0.8 * Grader.MEMORY and not reply["equal"]:
             reply["event"] = "memory"  # math-verify takes a MemoryError for "not equal"
         say(**reply, last=peak > 0.5 * Grader.MEMORY or reply.get("event") == "memory")
@@ -907,10 +867,10 @@ def same_output(stdout: str, expected: str) -> bool:
     """Equal token by token; blanks and line ends do not count. Only where the expected token e is written with a point
     or an exponent, a number within 1e-6 * max(1, |e|) will do: 3 for 3.0 passes, 3.0 for 3 does not, nan never."""
     tokens, wanted = stdout.split(), expected.split()
-    return len(tokens) == len(wanted) and all(t == w or _close(t, w) for t, w in zip(tokens, wanted, strict=True))
+    return len(tokens) == len(wanted) and all(t == w or nearly(t, w) for t, w in zip(tokens, wanted, strict=True))
 
 
-def _close(token: str, wanted: str) -> bool:
+def nearly(token: str, wanted: str) -> bool:
     if not (re.search("[.eE]", wanted) and NUMBER.fullmatch(wanted) and NUMBER.fullmatch(token)):
         return False
     x, e = float(token), float(wanted)
@@ -955,19 +915,19 @@ while True:
 
 
 @functools.lru_cache
-def _sizes(bwrap: str) -> bool:
-    """Whether this bwrap can bound a tmpfs (0.7 and later). Where not, _over_limits ends the program that fills one."""
+def sizes_tmpfs(bwrap: str) -> bool:
+    """Whether this bwrap can bound a tmpfs (0.7 and later). Where not, over_limits ends the program that fills one."""
     return "--size" in subprocess.run([bwrap, "--help"], capture_output=True, text=True).stdout
 
 
-def _sandbox(bwrap: str, source: int, size: int) -> list[str]:
+def sandbox_command(bwrap: str, source: int, size: int) -> list[str]:
     """The bwrap command up to the program: /usr, the interpreter, two writable folders of `size` bytes, no more."""
     args = [bwrap, "--unshare-all", "--die-with-parent", "--as-pid-1", "--cap-drop", "ALL", "--ro-bind", "/usr", "/usr"]
     for top in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):  # links into /usr, or folders
         args += ["--symlink", os.readlink(top), top] if os.path.islink(top) else ["--ro-bind-try", top, top]
     args += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]  # else root's program writes to /proc/sys
     for path in ("/dev/shm", "/tmp"):
-        args += [*(("--size", str(size)) if _sizes(bwrap) else ()), "--tmpfs", path]
+        args += [*(("--size", str(size)) if sizes_tmpfs(bwrap) else ()), "--tmpfs", path]
     paths = ["/etc/ld.so.cache", "/etc/alternatives"]
     for prefix in {f(p) for p in (sys.base_prefix, sys.prefix) for f in (str, os.path.realpath)}:
         if not f"{prefix}/".startswith(("//", "/usr/")):  # never all of it: a prefix may be a project's own folder
@@ -978,35 +938,29 @@ def _sandbox(bwrap: str, source: int, size: int) -> list[str]:
     return [*args, "--remount-ro", "/dev", "--remount-ro", "/", "--"]  # else two more folders to fill
 
 
-def _read(path: str) -> str:
-    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-        return file.read()
-    return ""  # the process is gone, or there is no /proc
-
-
-def _below(root: int) -> Iterator[int]:
+def descendants(root: int) -> Iterator[int]:
     """The processes below `root`, parents first, by the kernel's own lists: all of /proc costs 10 ms on a busy host."""
     todo = [root]
     for pid in todo:
         with contextlib.suppress(OSError):
             for task in os.listdir(f"/proc/{pid}/task"):
-                todo += map(int, _read(f"/proc/{pid}/task/{task}/children").split())
+                todo += map(int, proc_text(f"{pid}/task/{task}/children").split())
         if pid != root:
             yield pid
 
 
-def _over_limits(root: int, sandboxed: bool, memory: int, tmpfs: int, tasks: int) -> str | None:
+def over_limits(root: int, sandboxed: bool, memory: int, tmpfs: int, tasks: int) -> str | None:
     """The status of a program whose processes together exceed a limit: rlimits count by process, and NPROC not root."""
     pids, resident, used = [], 0, 0
-    for pid in _below(root):
+    for pid in descendants(root):
         pids.append(pid)
         with contextlib.suppress(OSError, IndexError):
             tasks -= len(os.listdir(f"/proc/{pid}/task"))
-            resident += int(_read(f"/proc/{pid}/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            resident += int(proc_text(f"{pid}/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
         if tasks < -1:  # the launcher is one
             return "crashed"
     if resident > memory:  # a page shared by forks was counted once for each: take shares of it (slower)
-        shares = [re.search(r"^Pss: +(\d+)", _read(f"/proc/{pid}/smaps_rollup"), re.M) for pid in pids]
+        shares = [re.search(r"^Pss: +(\d+)", proc_text(f"{pid}/smaps_rollup"), re.M) for pid in pids]
         if not any(shares) or sum(int(share[1]) << 10 for share in shares if share) > memory:
             return "memory"
     with contextlib.suppress(OSError, IndexError):  # a file in a tmpfs is memory too; an empty one takes about 1 kB
@@ -1016,13 +970,13 @@ def _over_limits(root: int, sandboxed: bool, memory: int, tmpfs: int, tasks: int
     return "memory" if used > 2.5 * tmpfs else None
 
 
-def _kill(process: subprocess.Popen) -> None:
+def kill_tree(process: subprocess.Popen) -> None:
     """End all below `process`, then itself: the dead reap nobody. In the sandbox the first signal ends all at once."""
     with contextlib.suppress(ProcessLookupError):
         for _ in range(500):
             os.kill(process.pid, signal.SIGCONT)  # an unprotected program can stop the launcher
             pids = []
-            for pid in _below(process.pid):
+            for pid in descendants(process.pid):
                 pids.append(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -1033,22 +987,19 @@ def _kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def _run(
+def run_once(
     bwrap: str | None, program: str, stdin: str, limit_s: float, memory: int, cap: int, size: int, tasks: int
-) -> tuple[str | None, bytes, bytes, bytes, float]:
-    """(status if the grader ended it, stdout, stderr, the launcher's report, seconds); memory, cap and size in bytes.
+) -> Result:
+    """One run, its output not compared: "passed" is exit status 0. memory, cap and size: bytes. Raises OSError.
 
     Without bwrap the limits hold, but nothing keeps the program from the user's files and processes, the network, or
     (as root) raising the limits, and a program that kills its launcher can leave processes behind.
     """
     with contextlib.ExitStack() as stack:
         home = stack.enter_context(tempfile.TemporaryDirectory(prefix="agon-", ignore_cleanup_errors=True))
-        files = []
         for name, text in (("stdin", stdin), ("main.py", program)):
-            with open(os.path.join(home, name), "wb") as file:
-                file.write(text.encode("utf-8", "replace"))
-            files.append(stack.enter_context(open(file.name, "rb")))
-        given, source = files
+            Path(home, name).write_bytes(text.encode("utf-8", "replace"))
+        given, source = (stack.enter_context(open(os.path.join(home, name), "rb")) for name in ("stdin", "main.py"))
         limits = f"CORE=0 CPU={math.ceil(limit_s) + 1} AS={memory + (1 << 30)} FSIZE={size} NOFILE=256 STACK={8 << 20}"
         if bwrap and [int(n) for n in re.findall("[0-9]+", os.uname().release)[:2]] >= [5, 14]:
             limits += f" NPROC={tasks + 1}"  # on older kernels, and outside, it counts all processes of the user
@@ -1059,18 +1010,10 @@ def _run(
             env = ENVIRONMENT | {"HOME": home}
             if bwrap:
                 command[-1], env = "/tmp/run/main.py", ENVIRONMENT
-                command = _sandbox(bwrap, source.fileno(), 4 * size) + command
-            process = subprocess.Popen(
-                command,
-                bufsize=0,
-                stdin=given,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=home,
-                env=env,
-                pass_fds=(writer, source.fileno()),
-                start_new_session=True,
-            )
+                command = sandbox_command(bwrap, source.fileno(), 4 * size) + command
+            options = {"cwd": home, "env": env, "pass_fds": (writer, source.fileno()), "start_new_session": True}
+            pipes = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
+            process = subprocess.Popen(command, **pipes, **options)
         streams = {stream: bytearray() for stream in (report, process.stdout, process.stderr)}
         ended, started, look, deadline = None, 0.0, 0.0, time.monotonic() + START_S
         try:
@@ -1090,19 +1033,27 @@ def _run(
                 if now >= deadline:
                     ended = "timeout" if started else "sandbox-error"
                 elif started and now >= look:
-                    ended, look = _over_limits(process.pid, bwrap is not None, memory, 4 * size, tasks), now + LOOK_S
+                    ended, look = over_limits(process.pid, bwrap is not None, memory, 4 * size, tasks), now + LOOK_S
                 if ended or max(map(len, streams.values())) > cap:
                     break
             seconds = time.monotonic() - started if started else 0.0
         finally:
-            _kill(process)
+            kill_tree(process)
             for stream, data in streams.items():  # the writers are dead: what is in the pipes is all there will be
                 with stream:
                     while len(data) <= cap and (chunk := stream.read(1 << 16)):
                         data += chunk
     told, out, err = streams.values()
-    ended = "output-limit" if max(len(out), len(err)) > cap else ended
-    return ended, out[:cap], err[:cap], told, seconds
+    stdout, stderr, code = out[:cap].decode("utf-8", "replace"), err[:cap].decode("utf-8", "replace"), None
+    if max(len(out), len(err)) > cap:
+        ended = "output-limit"
+    elif not ended and re.fullmatch(rb"r-?[0-9]+\n", told):
+        no_memory = stderr.rstrip().rpartition("\n")[2].startswith("MemoryError")
+        code = int(told[1:])
+        ended = "timeout" if code == -signal.SIGXCPU else "memory" if no_memory else "crashed" if code else "passed"
+    elif not ended:
+        ended = "crashed" if told == b"r" and not bwrap else "sandbox-error"  # outside, it can kill the launcher
+    return Result(ended, stdout, stderr, code, seconds)
 
 
 def run_program(
@@ -1123,27 +1074,22 @@ def run_program(
     four times as much each. processes: with their threads; more of them is "crashed", too many files is "memory".
     """
     bwrap = shutil.which("bwrap")
-    if bwrap is None and not ALLOW_UNSANDBOXED:
+    sandboxes = ([bwrap] if bwrap else []) + ([None] if ALLOW_UNSANDBOXED else [])  # None: without
+    if not sandboxes:
         raise SandboxError(f"code is graded by running it, and there is no bubblewrap: {ADVICE}")
-    for sandbox in (bwrap, None) if bwrap and ALLOW_UNSANDBOXED else (bwrap,):
+    for sandbox in sandboxes:
         try:
             limits = limit_s, memory_mb << 20, output_bytes, file_mb << 20, processes
-            status, out, err, told, seconds = _run(sandbox, program, stdin, *limits)
+            result = run_once(sandbox, program, stdin, *limits)
         except OSError as error:  # no more processes, files or disk
-            status, out, err, told, seconds = "sandbox-error", b"", str(error).encode(), b"", 0.0
-        if not status and not re.fullmatch(rb"r-?[0-9]+\n", told):  # outside, a program can kill the launcher
-            status = "crashed" if told == b"r" and not sandbox else "sandbox-error"
-        if status != "sandbox-error":
+            result = Result("sandbox-error", "", str(error), None, 0.0)
+        if result.status != "sandbox-error":
             break
-    stdout, stderr, code = out.decode("utf-8", "replace"), err.decode("utf-8", "replace"), None
-    if status is None and (code := int(told[1:])) == 0:
-        status = "passed" if expected is None or same_output(stdout, expected) else "wrong"
-    elif status is None:
-        memory = stderr.rstrip().rpartition("\n")[2].startswith("MemoryError")
-        status = "timeout" if code == -signal.SIGXCPU else "memory" if memory else "crashed"
-    if status not in ("passed", "wrong", "crashed"):
-        count(status if status == "sandbox-error" else f"code-{status}")
-    return Result(status, stdout, stderr, code, seconds)
+    if result.status == "passed" and expected is not None and not same_output(result.stdout, expected):
+        result = replace(result, status="wrong")
+    if result.status not in ("passed", "wrong", "crashed"):
+        count(result.status if result.status == "sandbox-error" else f"code-{result.status}")
+    return result
 
 
 def check_sandbox() -> None:
@@ -1195,7 +1141,7 @@ def is_correct(problem: Problem, response: str) -> bool:
 # the row is not of the chosen level.
 
 
-def _text(cell: object) -> str:
+def as_text(cell: object) -> str:
     """A cell as text; None is "". Numbers are welcome: a column may hold 4 in one row and "4" in the next."""
     if cell is not None and not isinstance(cell, (str, int, float)):
         raise ValueError(f"a {type(cell).__name__} stands where text should")
@@ -1204,12 +1150,12 @@ def _text(cell: object) -> str:
     return text
 
 
-def _math(question: object, gold: object) -> Problem | str:
-    problem = Problem(_text(question).strip(), _text(gold).strip(), "math")
+def math_problem(question: object, gold: object) -> Problem | str:
+    problem = Problem(as_text(question).strip(), as_text(gold).strip(), "math")
     return problem if problem.question and problem.gold else "without a question or an answer"
 
 
-def _code(question: object, *cells: object) -> Problem | str:
+def code_problem(question: object, *cells: object) -> Problem | str:
     """The first 20 usable tests, each of at most 64 kB and 512 kB in all: every test costs a process per answer.
 
     `cells`: {"input": [...], "output": [...]} or [{"stdin": ..., "stdout": ...}, ...]. Tests are taken whole or not at
@@ -1223,12 +1169,12 @@ def _code(question: object, *cells: object) -> Problem | str:
             cell = [{"stdin": i, "stdout": o} for i, o in zip(cell["input"], cell["output"], strict=True)]
         if not isinstance(cell, list) or not all(isinstance(t, dict) and {"stdin", "stdout"} <= t.keys() for t in cell):
             raise ValueError('tests are [{"stdin": ..., "stdout": ...}, ...] or {"input": [...], "output": [...]}')
-        for stdin, stdout in ((_text(test["stdin"]), _text(test["stdout"])) for test in cell):
+        for stdin, stdout in ((as_text(test["stdin"]), as_text(test["stdout"])) for test in cell):
             size = len(stdin.encode()) + len(stdout.encode())
             whole = stdout.strip() and not any(text.rstrip().endswith("...") for text in (stdin, stdout))
             if whole and stdin not in tests and size <= min(64_000, room) and len(tests) < 20:
                 tests[stdin], room = stdout, room - size
-    problem = Problem(_text(question).strip(), "", "code", tuple(tests.items()))
+    problem = Problem(as_text(question).strip(), "", "code", tuple(tests.items()))
     return problem if problem.question and problem.tests else "without a question or tests"
 
 
@@ -1236,62 +1182,63 @@ def _code(question: object, *cells: object) -> Problem | str:
 # is read by sentences. "any" counts next to printing and accepting: "for any i", "if any", "choose any two" and "do not
 # print any spaces" are no such thing. "Several solutions" and "any order" count unless the sentence breaks the tie or
 # is about the input. In doubt the problem goes: a lost problem is cheap, a wrong verdict is trained on.
-_PRINT = r"(?:print|output|display|report|return|find|give)(?:s|ing)?"
-_ANY_OUTPUT = re.compile(
-    rf"(?<!not )(?<!n't )(?<!without )\b{_PRINT}:? (?:out )?(?:any|an arbitrary|(?:only )?(?:one|either) of th\w+)\b"
+PRINT = r"(?:print|output|display|report|return|find|give)(?:s|ing)?"
+ANY_OUTPUT = re.compile(
+    rf"(?<!not )(?<!n't )(?<!without )\b{PRINT}:? (?:out )?(?:any|an arbitrary|(?:only )?(?:one|either) of th\w+)\b"
     r"(?! (?:extra|additional|other|more|spaces?|text|trailing|leading|following|two|three)\b)"
     r"|\b(?:any|all|each|every|multiple|several)(?: \w+){0,3} (?:answers?|solutions?|outputs?|them|ones?)\b"
     r"(?!.*\berror).{0,30}\b(?:accept|correct|valid|fine|ok|okay|allowed)"
     r"|\bif\b.*\b(?:multiple|several|many)\b.*\bany\b(?! order)"
-    rf"|\b(?:{_PRINT}|answers?)\b.*\b(?:any|arbitrary) order\b"
+    rf"|\b(?:{PRINT}|answers?)\b.*\b(?:any|arbitrary) order\b"
 )
-_SEVERAL_OUTPUTS = re.compile(
+SEVERAL_OUTPUTS = re.compile(
     r"\b(?:multiple|several|many|more than one|various)(?: \w+){0,2} (?:answers?|solutions?|outputs?)\b"
     r"|\bif there (?:are|is|exists?) (?:multiple|several|many|more than one)\b(?! test)|\b(?:any|arbitrary) order\b"
 )
-_ONE_OUTPUT = re.compile(
+ONE_OUTPUT = re.compile(
     r"smallest|largest|lexicographic|minim|maxim|least|greatest|lowest|highest|creasing|scending|\bhow many|"
     r"\b(?:number of|given|input|operations?|moves?|perform|process)\b"
 )
 
 
-def _any_output(statement: str) -> bool:
+def any_output(statement: str) -> bool:
     sentences = [" ".join(s.split()) for s in re.split(r"[.!?](?=\s)|\n\s*\n", statement.lower())]
-    several = (s for s in sentences if _SEVERAL_OUTPUTS.search(s))
-    return any(map(_ANY_OUTPUT.search, sentences)) or not all(map(_ONE_OUTPUT.search, several))
+    several = (s for s in sentences if SEVERAL_OUTPUTS.search(s))
+    return any(map(ANY_OUTPUT.search, sentences)) or not all(map(ONE_OUTPUT.search, several))
 
 
-def _deepmath(row: dict) -> Problem | str | None:
+def deepmath_row(row: dict) -> Problem | str | None:
     """A fifth of the golds are yes/no, which guessing gets half right, and no last line shows that a proof is right:
     https://github.com/zwhe99/DeepMath/issues/1."""
-    if _text(row["difficulty"]) not in ("8", "8.0"):
+    if as_text(row["difficulty"]) not in ("8", "8.0"):
         return None
-    question, gold = _text(row["question"]), _text(row["final_answer"])
+    question, gold = as_text(row["question"]), as_text(row["final_answer"])
     bare = re.sub(r"\\(?:text|math|operatorname|boxed|emph)(?:bf|it|rm)?\b|[\s${}*\"'`]", "", gold).lower()
     if re.match(r"(?:yes|no|true|false)(?:[.,;:!]|\Z)", bare):
         return "yes/no answers"
     asks = re.match(r"\s*(?:please )?(?:(?:dis)?prove|(?:show|demonstrate|verify) that)\b", question, re.IGNORECASE)
     if asks or re.match(r"(?:see)?(?:the)?proof|prove[dn]|shown|verified|(?:it)?holds|q\.?e\.?d", bare):
         return "proofs"
-    return _math(question, gold)
+    return math_problem(question, gold)
 
 
-def _codecontests(row: dict) -> Problem | str | None:
-    if _text(row["difficulty"]) != "1":  # EASY in contest_problem.proto
+def codecontests_row(row: dict) -> Problem | str | None:
+    if as_text(row["difficulty"]) != "1":  # EASY in contest_problem.proto
         return None
     if row["input_file"] or row["output_file"]:
         return "problems that use files"
-    if _any_output(_text(row["description"])):
+    if any_output(as_text(row["description"])):
         return "problems with several right outputs"
+    tests = [row[f"{kind}_tests"] or [] for kind in ("public", "private", "generated")]
     try:
-        return _code(row["description"], *(row[f"{kind}_tests"] or [] for kind in ("public", "private", "generated")))
+        return code_problem(row["description"], *tests)
     except ValueError:
         return "problems with broken tests"
 
 
-def _gsm8k(row: dict) -> Problem | str:
-    _, mark, gold = _text(row["answer"]).rpartition("####")
-    return _math(row["question"], gold.replace(",", "")) if mark else "without '####'"
+def gsm8k_row(row: dict) -> Problem | str:
+    _, mark, gold = as_text(row["answer"]).rpartition("####")
+    return math_problem(row["question"], gold.replace(",", "")) if mark else "without '####'"
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -1307,7 +1254,7 @@ class Source:
     revision: str
     row: Callable[[dict], Problem | str | None]
     columns: tuple[str, ...]  # all that is read; the first is the question
-    splits: dict[str, tuple[str, float, float]]  # our split: split of the hub, its share low <= u < high (see _select)
+    splits: dict[str, tuple[str, float, float]]  # our split: split of the hub, its share low <= u < high (see pick)
     sizes: dict[str, int]  # default limits; without one: all there is
     stream: bool = False  # row by row over the network, nothing is kept
     parquet: bool = True  # on the hub, which alone can leave columns unread; else JSON
@@ -1317,23 +1264,23 @@ HASHED = {"train": ("train", 0.20, 1.0), "validation": ("train", 0.15, 0.20), "t
 SOURCES = {
     # 103,022 rows. Before 2025-05-08 the questions of 48 rows gave the answer away: this is a later revision.
     "deepmath": Source(
-        "zwhe99/DeepMath-103K", None, "5cf055d1fe3d7a2eb19719ac020211469736ae44", _deepmath,
+        "zwhe99/DeepMath-103K", None, "5cf055d1fe3d7a2eb19719ac020211469736ae44", deepmath_row,
         ("question", "final_answer", "difficulty"), HASHED, {"train": 3000, "validation": 100, "test": 300},
     ),
     # Rows of many MB. The hub's valid and test hold one site's problems, none of them "easy": all is cut from train.
     "codecontests": Source(
-        "deepmind/code_contests", None, "802411c3010cb00d1b05bad57ca77365a3c699d6", _codecontests,
+        "deepmind/code_contests", None, "802411c3010cb00d1b05bad57ca77365a3c699d6", codecontests_row,
         ("description", "difficulty", "input_file", "output_file", "public_tests", "private_tests", "generated_tests"),
         HASHED, {"train": 1000, "validation": 100, "test": 300}, stream=True,
     ),
     "gsm8k": Source(
-        "openai/gsm8k", "main", "740312add88f781978c0658806c59bc2815b9866", _gsm8k, ("question", "answer"),
+        "openai/gsm8k", "main", "740312add88f781978c0658806c59bc2815b9866", gsm8k_row, ("question", "answer"),
         {"train": ("train", 0.05, 1.0), "validation": ("train", 0.0, 0.05), "test": ("test", 0.0, 1.0)}, {},
     ),
     "math500": Source(
         "HuggingFaceH4/MATH-500", None, "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
-        lambda row: _math(row["problem"], row["answer"]), ("problem", "answer"), {"test": ("test", 0.0, 1.0)}, {},
-        parquet=False,
+        lambda row: math_problem(row["problem"], row["answer"]), ("problem", "answer"),
+        {"test": ("test", 0.0, 1.0)}, {}, parquet=False,
     ),
 }  # fmt: skip
 ENDINGS = (".jsonl", ".json", ".parquet")
@@ -1342,21 +1289,21 @@ USUAL = {"question": QUESTION, "answer": ANSWER, "tests": TESTS}  # column names
 Row = tuple[str, "Problem | str | None"]  # a question and what became of its row
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def _need_columns(wanted: Iterable[str], found: Iterable[str], mend: str = "") -> None:
+def need_columns(wanted: Iterable[str], found: Iterable[str], mend: str = "") -> None:
     if missing := [column for column in wanted if column not in found]:
         raise ValueError(f"no column {', '.join(missing)} (found: {', '.join(found) or 'none'}){mend}")
 
 
-def _copy_files(source: Source, root: Path, hub_split: str) -> list[Path]:
+def copy_files(source: Source, root: Path, hub_split: str) -> list[Path]:
     """The files of one hub split in a local copy: one file, or a folder as `huggingface-cli download` leaves it."""
     found = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
-    names = {p: p.name if p == root else p.relative_to(root).as_posix() for p in found}
-    junk = re.compile(r"(?:^|/)(?:\.|dataset_infos)")  # .cache/, and what older copies hold beside parquet
-    files = [p for p in found if p.suffix.lower() in ENDINGS and not junk.search(names[p])]
+    names = {p: p.name if p == root else p.relative_to(root).as_posix() for p in found if p.suffix.lower() in ENDINGS}
+    # not .cache/, and not what older copies hold beside parquet
+    files = [p for p, name in names.items() if not re.search(r"(?:^|/)(?:\.|dataset_infos)", name)]
     if len({p.suffix.lower() for p in files}) != 1:
         problem = f"no {', '.join(ENDINGS)} files of one type" if root.exists() else "no such file or folder"
         raise ValueError(f"{root}: {problem}")
@@ -1368,7 +1315,7 @@ def _copy_files(source: Source, root: Path, hub_split: str) -> list[Path]:
     return of_split or files
 
 
-def _records(path: Path) -> Iterator[tuple[str, dict]]:
+def records(path: Path) -> Iterator[tuple[str, dict]]:
     """(place, row) of a .jsonl file, of a .json file that holds one list, or of a .parquet file.
 
     JSON by json.loads, line by line, with numbers as they are spelled. The readers of `datasets` and pandas want one
@@ -1382,7 +1329,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict]]:
                 rows = (row for batch in file.iter_batches(256) for row in batch.to_pylist())
                 yield from ((f"row {n}", row) for n, row in enumerate(rows, 1))
         except pyarrow.ArrowException as error:
-            raise ValueError(_first_line(error)) from None
+            raise ValueError(first_line(error)) from None
         return
     loads = functools.partial(json.loads, parse_int=str, parse_float=str, parse_constant=str)
     whole = path.suffix.lower() == ".json"
@@ -1404,51 +1351,51 @@ def _records(path: Path) -> Iterator[tuple[str, dict]]:
                 yield place, row
 
 
-def _file_rows(paths: Iterable[Path], convert: Callable[[dict], Row]) -> Iterator[Row]:
+def file_rows(paths: Iterable[Path], convert: Callable[[dict], Row]) -> Iterator[Row]:
     """convert(row) of each row of some files. Raises ValueError, which names the file and the place."""
     for path in paths:
         at = ""
         try:
-            for place, row in _records(path):
+            for place, row in records(path):
                 at = f", {place}"
                 yield convert(row)
                 at = ""
         except (OSError, ValueError, ImportError) as error:
-            raise ValueError(f"{path}{at}: {_first_line(error)}") from error
+            raise ValueError(f"{path}{at}: {first_line(error)}") from error
 
 
-def _own_row(given: dict[str, str | None]) -> Callable[[dict], Row]:
+def own_row(given: dict[str, str | None]) -> Callable[[dict], Row]:
     """The row function of a file of one's own: "code" where a row has tests, else "math".
 
     `given` may name the columns; otherwise the first of the USUAL names that the first row has.
     """
+    names = {what: (name,) if name else USUAL[what] for what, name in given.items()}
     column: dict[str, str] = {}
 
     def convert(row: dict) -> Row:
-        for what, name in () if column else given.items():
-            usual = (name,) if name else USUAL[what]
-            column[what] = next((n for n in usual if n in row), usual[0])
+        for what, usual in names.items() if not column else ():  # the first row decides
+            column[what] = next((name for name in usual if name in row), usual[0])
         last = "tests" if given["tests"] or row.get(column["tests"]) is not None else "answer"
-        _need_columns((column["question"], column[last]), row, ": --question-column and --answer-column name yours")
-        question = _text(row[column["question"]])
-        return question, (_code if last == "tests" else _math)(question, row[column[last]])
+        need_columns((column["question"], column[last]), row, ": --question-column and --answer-column name yours")
+        question = as_text(row[column["question"]])
+        return question, (code_problem if last == "tests" else math_problem)(question, row[column[last]])
 
     return convert
 
 
-def _named_rows(source: Source, hub_split: str, data: str | None) -> Iterator[Row]:
+def named_rows(source: Source, hub_split: str, data: str | None) -> Iterator[Row]:
     """The rows of one hub split: from the hub, or from a local copy of it. Raises ValueError.
 
     Parquet goes through `datasets` from either place, so that a copy tests the road to the hub.
     """
 
     def convert(row: dict) -> Row:
-        _need_columns(source.columns, row)
-        return _text(row[source.columns[0]]), source.row(row)
+        need_columns(source.columns, row)
+        return as_text(row[source.columns[0]]), source.row(row)
 
-    files = [] if data is None else _copy_files(source, Path(data), hub_split)
+    files = [] if data is None else copy_files(source, Path(data), hub_split)
     if files and files[0].suffix.lower() != ".parquet":
-        yield from _file_rows(files, convert)
+        yield from file_rows(files, convert)
         return
     mend = f" (--data PATH reads a local copy of {source.hub}, HF_HUB_OFFLINE=1 what an earlier run has cached)"
     try:
@@ -1461,7 +1408,7 @@ def _named_rows(source: Source, hub_split: str, data: str | None) -> Iterator[Ro
     options: dict = {"split": hub_split, "revision": source.revision, "streaming": source.stream}
     try:
         for path in files:
-            _need_columns(source.columns, pyarrow.parquet.read_schema(path).names)
+            need_columns(source.columns, pyarrow.parquet.read_schema(path).names)
         if files:
             place, options = ("parquet",), {"split": "train", "streaming": True, "data_files": list(map(str, files))}
         elif not hub.is_offline_mode():  # without a network: fails within 10 s, where `datasets` retries for minutes
@@ -1470,7 +1417,7 @@ def _named_rows(source: Source, hub_split: str, data: str | None) -> Iterator[Ro
             options |= {"columns": list(source.columns), "batch_size": 64}  # rows held in memory at a time
         yield from map(convert, datasets.load_dataset(*place, **options))
     except (OSError, ValueError, pyarrow.ArrowException, datasets.exceptions.DatasetsError, hub.errors.HTTPError) as e:
-        raise ValueError(f"{data or source.hub}: {_first_line(e)}{'' if data else mend}") from e
+        raise ValueError(f"{data or source.hub}: {first_line(e)}{'' if data else mend}") from e
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -1478,56 +1425,55 @@ def _named_rows(source: Source, hub_split: str, data: str | None) -> Iterator[Ro
 
 
 @functools.cache
-def _gradable(gold: str) -> bool:
+def gradable(gold: str) -> bool:
     """Does the grader accept the gold as an answer? With a patient limit: a busy machine must not change the data."""
     return math_equal(gold, gold, limit_s=10.0)
 
 
-def _select(
+def pick(
     label: str, rows: Iterable[Row], low: float, high: float, limit: int | None, seed: int, lazy: bool = False
 ) -> list[Problem]:
-    """At most `limit` problems of a split: the questions with low <= u < high, shuffled, which is to say by u.
+    """At most `limit` problems of a split: the questions with low <= u < high, in the order of u.
 
-    u = sha256(seed, question) / 2^256, of the question without regard to case and spacing. So the order of the rows
-    does not matter, a question that stands there twice is in one split (and kept once), and new rows move no old one.
-    `lazy` stops reading at the limit. Golds are checked last and in order: only what is returned costs time.
+    u is sha256(seed, question), its first 48 bits as a fraction, of the question without regard to case and spacing. So
+    the order of the rows does not matter, a question that stands there twice is in one split (and kept once), and new
+    rows move no old one to another. `lazy` takes the first `limit` rows of the split instead of those with the smallest
+    u, and reads no further. Golds are checked last and in order: only what is returned costs time.
     """
-    count: Counter[str] = Counter()
-    dropped: Counter[str] = Counter()
+    seen, dropped = Counter(), Counter()
 
     def of_split() -> Iterator[tuple[float, str, Problem]]:
         for question, outcome in rows:
             key = " ".join(question.split()).casefold()
             u = int.from_bytes(hashlib.sha256(f"{seed}\0{key}".encode()).digest()[:6], "big") / 2**48
             here = outcome is not None and low <= u < high
-            count.update(all=outcome is not None, split=here)
+            seen.update(all=outcome is not None, split=here)
             if here and isinstance(outcome, Problem):
                 yield u, key, outcome
             elif here:
                 dropped[outcome] += 1
 
-    items: Iterable = (
-        of_split() if lazy else sorted(of_split(), key=lambda item: (item[0], item[2].question, item[2].gold))
-    )
+    items: Iterable = of_split()
+    if not lazy:
+        items = sorted(items, key=lambda item: (item[0], item[2].question, item[2].gold))
     if lazy or len(items) > 200:
         from tqdm import tqdm
 
         items = tqdm(items, desc=f"{label}: checking", leave=False, disable=None)  # None: only on a terminal
     chosen: dict[str, tuple[float, str, Problem]] = {}
-    for item in items if limit != 0 else ():
-        _, key, problem = item
+    for u, key, problem in items if limit != 0 else ():
         if key in chosen:
             dropped["repeated questions"] += 1
-        elif problem.kind == "math" and not _gradable(problem.gold):
+        elif problem.kind == "math" and not gradable(problem.gold):
             dropped["golds that the grader refuses"] += 1
         else:
-            chosen[key] = item
+            chosen[key] = (u, key, problem)
             if len(chosen) == limit:
                 break
-    drops = f"{sum(dropped.values()):,} of {count['split']:,} rows dropped: "
+    drops = f"{sum(dropped.values()):,} of {seen['split']:,} rows dropped: "
     drops += ", ".join(f"{n:,} {reason}" for reason, n in dropped.most_common())
     if not chosen and limit != 0:
-        raise ValueError(f"{label}: no problem in this split of {count['all']:,} rows{'; ' + drops if dropped else ''}")
+        raise ValueError(f"{label}: no problem in this split of {seen['all']:,} rows{'; ' + drops if dropped else ''}")
     if dropped:
         logger.warning("%s: %s", label, drops)
     if limit is not None and len(chosen) < limit:
@@ -1559,18 +1505,13 @@ def load_problems(
         raise ValueError(f"{name}: --data is for {', '.join(SOURCES)}, column names are for a file of your own")
     hub_split, low, high = splits[split]
     if own:
-        return _select(f"{name} {split}", _file_rows([Path(name)], _own_row(given)), low, high, limit, seed)
+        return pick(f"{name} {split}", file_rows([Path(name)], own_row(given)), low, high, limit, seed)
     if source:
-        rows = _named_rows(source, hub_split, data)
         limit = source.sizes.get(split) if limit is None else limit
-        return _select(f"{name} {split}", rows, low, high, limit, seed, lazy=source.stream)
-    problems = [
-        Problem(f"{a:02d}x = {a * x % p:02d} (mod {p})", f"{x:02d}")
-        for p in MODULI
-        for a in range(2, p)
-        for x in range(1, p)
-    ]
-    random.Random(seed).shuffle(problems)
+        return pick(f"{name} {split}", named_rows(source, hub_split, data), low, high, limit, seed, source.stream)
+    cases = [(a, x, p) for p in MODULI for a in range(2, p) for x in range(1, p)]
+    random.Random(seed).shuffle(cases)
+    problems = [Problem(f"{a:02d}x = {a * x % p:02d} (mod {p})", f"{x:02d}") for a, x, p in cases]
     return {"test": problems[:500], "validation": problems[500:600], "train": problems[600:]}[split][:limit]
 
 
@@ -1578,23 +1519,22 @@ def load_problems(
 # python reward.py FILE.jsonl: the graders on a file of responses
 
 
-def verdict(row: dict) -> str:
+def verdict(problem: Problem, response: str) -> str:
     """ "right", or what befell a response: "no answer", "wrong", "timeout", "memory", "error", "crashed", ..."""
-    if extract_answer(row["response"]) is None:
+    if extract_answer(response) is None:
         return "no answer"
-    if "tests" in row:
-        status = code_status(row["response"], row["tests"])
-        return "right" if status == "passed" else status
+    if problem.kind == "code":
+        return code_status(response, problem.tests).replace("passed", "right")
     before = EVENTS.copy()
-    return "right" if math_correct(row["response"], row["gold"]) else next(iter(EVENTS - before), "wrong")
+    return "right" if is_correct(problem, response) else next(iter(EVENTS - before), "wrong")
 
 
-def response_row(row: dict) -> dict:
-    """{"response", "gold"} or {"response", "tests"} of one row of a file. Raises ValueError."""
-    problem = _math("?", row.get("gold")) if row.get("tests") is None else _code("?", row["tests"])
+def response_row(row: dict) -> tuple[Problem, str]:
+    """A row {"response", "gold"} or {"response", "tests"}, capped as in `code_problem`. Raises ValueError."""
+    problem = math_problem("?", row.get("gold")) if row.get("tests") is None else code_problem("?", row["tests"])
     if not isinstance(row.get("response"), str) or isinstance(problem, str):
         raise ValueError(f'needs a text "response", and a "gold" or "tests" (found: {", ".join(row) or "nothing"})')
-    return {"response": row["response"]} | ({"tests": problem.tests} if problem.tests else {"gold": problem.gold})
+    return problem, row["response"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1612,20 +1552,20 @@ def main(argv: list[str] | None = None) -> int:
     out, counts = args.out or args.file.with_suffix(".verdicts.jsonl"), Counter()
     ALLOW_UNSANDBOXED = args.allow_unsandboxed_code
     try:
-        rows = list(_file_rows([args.file], response_row))  # all of them are read before the first is graded
-        if any("tests" in row for row in rows):
+        rows = list(file_rows([args.file], response_row))  # all of them are read before the first is graded
+        if any(problem.kind == "code" for problem, _ in rows):
             check_sandbox()
         if out.exists():
             raise ValueError(f"{out} exists; remove it, or name another file with --out")
         with open(out, "w", encoding="utf-8") as file:
-            for number, row in enumerate(tqdm(rows, unit="response"), 1):
-                said = verdict(row)
+            for number, (problem, response) in enumerate(tqdm(rows, unit="response"), 1):
+                said = verdict(problem, response)
                 counts[said] += 1
-                record = {"row": number, "verdict": said, "phi": format_score(row["response"])}
-                print(json.dumps(record | {"answer": extract_answer(row["response"])}), file=file)
+                record = {"row": number, "verdict": said, "phi": format_score(response)}
+                print(json.dumps(record | {"answer": extract_answer(response)}), file=file)
     except (ValueError, OSError) as error:
         named = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-        print(f"reward.py: error: {named}{_first_line(error)}", file=sys.stderr)
+        print(f"reward.py: error: {named}{first_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"interrupted; the first {sum(counts.values())} verdicts are in {out}", file=sys.stderr)

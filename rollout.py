@@ -211,10 +211,10 @@ def summarize(response: str) -> str:
     Does not know: a code agreed upon; a sum left to the reader ("6 times 7"); a small number in passing ("the 42
     pairs"); Yes or No told in other words, outside a conclusion; an answer never tagged, boxed or announced.
     """
-    closed = response.rfind(THINK_CLOSE)
-    if closed < 0:
+    _, closed, text = response.rpartition(THINK_CLOSE)
+    if not closed:
         return NO_SUMMARY
-    text = plain_characters(response[closed + len(THINK_CLOSE) :])
+    text = plain_characters(text)
     answer = plain_characters(extract_answer(response) or "").strip()
     # 1. answer blocks, from the first opening tag to the last closing one; an unclosed block runs to the end
     tags = list(ANSWER_TAG.finditer(text))
@@ -235,9 +235,7 @@ def summarize(response: str) -> str:
         text = pattern.sub(cut, text)
     # 4. the draft's own answer
     answer = answer or (said[-1] if said else "")
-    if answer and not is_program(answer):
-        text = mask_answer(f"\n{text}\n", answer)
-    return text.strip()
+    return (mask_answer(f"\n{text}\n", answer) if answer and not is_program(answer) else text).strip()
 
 
 def plain_characters(text: str) -> str:
@@ -282,10 +280,10 @@ def is_program(answer: str) -> bool:
 
 def mask_program(text: str, answer: str) -> str:
     """Mask bare program text: lines of the answer's program, lines that can only be a program's, what they indent."""
-    program = {line.strip(): "".join(line.split()) for line in answer.split("\n")} if is_program(answer) else {}
-    program = {line: bare for line, bare in program.items() if line and not FENCE.match(line)}
-    out, inside = [], False
+    lines = [line.strip() for line in answer.split("\n")] if is_program(answer) else []
+    program = {line: "".join(line.split()) for line in lines if line and not FENCE.match(line)}
     squeezed, whole = set(program.values()), "".join(program.values())
+    out, inside = [], False
     for line in text.split("\n"):
         inside = inside and (line[:1] in ("", " ", "\t") or not line.strip())
         inside = inside or "".join(line.split()) in squeezed or bool(PROGRAM_LINE.match(line))
@@ -339,6 +337,7 @@ def concluding(before: str, after: str, unusual: bool) -> bool:
 def exact(number: str) -> Fraction | None:
     """The value of a match of NUMBER, None where that took too much for a number."""
     bare = re.sub(PERCENT + r"\Z", "", number)
+    percent = bare != number
     if not re.search("[0-9¼-¾⅐-⅞]", bare):
         words = re.findall("[a-z]+", bare.lower())
         value = -spelled(words[1:]) if words[0] in ("minus", "negative") else spelled(words)
@@ -348,7 +347,7 @@ def exact(number: str) -> Fraction | None:
         bare = bare if "/" in bare else re.sub(GROUPED, ",", bare)
         bare = re.sub(r"\A0,(?=[0-9])", "0.", re.sub("([0-9])(?=[¼-¾⅐-⅞])", r"\1 ", bare))  # 2½ is 2 1/2
         value = rational(unicodedata.normalize("NFKC", re.sub("[×·]", "*", bare)).replace("⁄", "/"))
-    return value / 100 if bare != number and value is not None and re.search(PERCENT + r"\Z", number) else value
+    return value / 100 if percent and value is not None else value
 
 
 def spelled(words: list[str]) -> Fraction:
@@ -374,10 +373,11 @@ def values(answer: str) -> set[Fraction]:
     inner, found = re.fullmatch(r"(?:\\\{|[(\[])(.*)(?:\\\}|[)\]])", answer), set()
     for part in re.split(r",(?![0-9]{3}(?![0-9]))|\band\b|\bor\b", inner[1] if inner else answer):
         part = re.sub(r"\A\s*[A-Za-z](?:_\w)?\s*(?:=|\\in\b)", "", part).strip()  # x = 2
-        number = NUMBER.match(re.sub(r"\A(?:\\pm|±)\s*", "", part))
-        if not number or not UNIT.fullmatch(number.string, number.end()) or (value := exact(number[0])) is None:
+        unsigned = re.sub(r"\A(?:\\pm|±)\s*", "", part)
+        number = NUMBER.match(unsigned)
+        if not number or not UNIT.fullmatch(unsigned, number.end()) or (value := exact(number[0])) is None:
             return set()
-        found |= {value, -value if number.string != part else value}
+        found |= {value} if unsigned == part else {value, -value}
         found |= {100 * value} if re.search(PERCENT, number[0]) else set()  # 28 for 28% tells as much
     return found
 

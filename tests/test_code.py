@@ -777,7 +777,7 @@ def test_what_can_be_written_is_bounded(program):
 @needs_bwrap
 @pytest.mark.parametrize("program", FILL.values(), ids=FILL)
 def test_an_old_bwrap_without_sizes_is_watched(monkeypatch, program):
-    monkeypatch.setattr(reward, "_sizes", lambda bwrap: False)
+    monkeypatch.setattr(reward, "sizes_tmpfs", lambda bwrap: False)
     result = run_program(program, file_mb=2)
     assert (result.status, result.returncode) == ("memory", None), result
     assert run_program("open('x', 'w').write('3')\nprint(open('x').read())", "", "3").status == "passed"

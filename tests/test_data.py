@@ -35,9 +35,9 @@ def quick_and_private(monkeypatch, tmp_path):
     checked = []
     monkeypatch.setattr(reward, "math_equal", lambda a, g, limit_s=3.0: checked.append((a, g)) or "@@" not in a)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    reward._gradable.cache_clear()
+    reward.gradable.cache_clear()
     yield checked
-    reward._gradable.cache_clear()
+    reward.gradable.cache_clear()
 
 
 def rows_of(name: str) -> list[dict]:
@@ -266,7 +266,7 @@ ONE = [
 
 @pytest.mark.parametrize("sentence, several", [(s, True) for s in SEVERAL] + [(s, False) for s in ONE])
 def test_statements_that_allow_several_outputs_are_told_from_other_uses_of_any(sentence, several):
-    assert reward._any_output(f"Alice has n cards.\n\nOutput\n\nPrint n. {sentence}\n\nExample") == several
+    assert reward.any_output(f"Alice has n cards.\n\nOutput\n\nPrint n. {sentence}\n\nExample") == several
 
 
 # ---------------------------------------------------------------------------------------------------------------
