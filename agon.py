@@ -293,7 +293,7 @@ def agon_step(
             **update,
         }
     metrics["rates"] = exchange_rates(drafts, challenges) if challenges else None
-    metrics["grader_events"] = dict(EVENTS - events)  # timeouts, memory, errors in grading: they counted as wrong
+    metrics["grader_events"] = dict(EVENTS - events)  # timeouts, memory, errors: counted as wrong
     sampled_tokens = sum(len(c) for _, stage, _ in streams for c in stage.rollouts.completions)
     metrics["seconds_sampling"], metrics["seconds_update"] = sampled - started, time.perf_counter() - sampled
     metrics["tokens_per_second"] = sampled_tokens / metrics["seconds_sampling"]

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -294,15 +295,23 @@ def closing(text: str, at: int) -> int:
 
 
 def unbox(text: str) -> str:
-    """An answer without its boxes. Several boxes with different contents become a list, which equals no single gold."""
-    found, end = [], 0
+    r"""An answer without its boxes: -\boxed{5} is -5, "So \boxed{5} cm" is 5 cm. Boxes with different contents and only
+    words between them become a list, which equals no single gold: a hedge."""
+    boxes, end = [], 0
     for m in re.finditer(r"\\(?:boxed|fbox|framebox)\s*(?=\{)", text):
         if m.start() >= end:
             end = closing(text, m.end()) + 1
             if end == 0:
                 return text
-            found.append(unbox(text[m.end() + 1 : end - 1].strip()))
-    return ", ".join(dict.fromkeys(found)) + " " + text[end:] if found else text
+            boxes.append((m.start(), end, unbox(text[m.end() + 1 : end - 1].strip())))
+    if not boxes:
+        return text
+    between = [text[left:right] for (_, left, _), (right, _, _) in itertools.pairwise(boxes)]
+    before = text[: boxes[0][0]]
+    around = before + " ".join(between)
+    if re.search(r"(?<![\\a-zA-Z])(?!not\b)[a-zA-Z]{2,}", around) or not re.sub(r"[\s,;.$]", "", around):
+        return ", ".join(dict.fromkeys(content for *_, content in boxes)) + " " + text[end:]
+    return before + "".join(f" {c} {gap}" for (*_, c), gap in zip(boxes, [*between, text[end:]], strict=True))
 
 
 def split(text: str, separators: str) -> list[str]:
@@ -536,7 +545,9 @@ def scalar(a: str, g: str) -> bool:
         x, y = rational(a), rational(g)
         if x is None or y is None:
             return scalar(a, g)
-        return x == y or (not pct_a and 100 * x == y) or (not pct_g and x == 100 * y)  # 28 and 0.28 both say 28 %
+        if pct_a and not pct_g:  # 28% answers 0.28, and 28 where the question asked for percent; 0.28% does not
+            return x == 100 * y or (x == y and abs(x) >= 1)
+        return x == y or (not pct_a and 100 * x == y)  # 28 and 0.28 both answer 28%
     (a, unit_a), (g, unit_g) = unit_of(a), unit_of(g)
     if unit_a and unit_g and unit_a != unit_g:
         return False
@@ -707,10 +718,10 @@ class Grader:
         self.process = subprocess.Popen(
             command, 0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        ready = self.reply(60)
-        if not ready or "ready" not in ready:
+        ready = self.reply(60) or {"fatal": "it ended at once"}
+        if "ready" not in ready:
             self.close()
-            raise GradingError(f"the maths grader does not start: {(ready or {}).get('fatal', 'no answer in 60 s')}")
+            raise GradingError(f"the maths grader does not start: {ready.get('fatal', 'no answer in 60 s')}")
 
     def reply(self, limit_s: float) -> dict | None:
         """The child's next line; None if it died, a timeout event if it is silent for limit_s: the caller ends it."""
@@ -787,7 +798,7 @@ def math_equal(answer: str, gold: str, limit_s: float = 3.0) -> bool:
     """Is the text of an answer mathematically equal to the gold? limit_s: wall-clock seconds, then it counts as wrong.
 
     Plain numbers are compared here, exactly; anything else in the child process: some ms, and 1-2 s to start it.
-    Raises GradingError if the child cannot be started.
+    An answer of over 1,000 characters beyond the gold's is wrong unread. Raises GradingError where no child starts.
     """
     x, y = rational(answer), rational(gold)
     if x is not None and y is not None and "%" not in answer + gold:
@@ -1155,25 +1166,28 @@ def math_problem(question: object, gold: object) -> Problem | str:
     return problem if problem.question and problem.gold else "without a question or an answer"
 
 
+def code_tests(cell: object) -> list[tuple[str, str]]:
+    """The (stdin, stdout) pairs of one cell in either of two forms. Raises ValueError, which shows them."""
+    if isinstance(cell, dict) and isinstance(cell.get("input"), list) and isinstance(cell.get("output"), list):
+        cell = [{"stdin": i, "stdout": o} for i, o in zip(cell["input"], cell["output"], strict=True)]
+    if not isinstance(cell, list) or not all(isinstance(t, dict) and {"stdin", "stdout"} <= t.keys() for t in cell):
+        raise ValueError('tests are [{"stdin": ..., "stdout": ...}, ...] or {"input": [...], "output": [...]}')
+    return [(as_text(test["stdin"]), as_text(test["stdout"])) for test in cell]
+
+
 def code_problem(question: object, *cells: object) -> Problem | str:
     """The first 20 usable tests, each of at most 64 kB and 512 kB in all: every test costs a process per answer.
 
-    `cells`: {"input": [...], "output": [...]} or [{"stdin": ..., "stdout": ...}, ...]. Tests are taken whole or not at
-    all, as half an input has another answer. Not usable: a blank expected output (printing nothing would match it), a
-    text that its source cut off with "...", and the same stdin again. Raises ValueError for any other form.
+    Tests are taken whole or not at all, as half an input has another answer. Not usable: a blank expected output
+    (printing nothing would match it), a text that its source cut off with "...", and the same stdin again.
     """
     tests: dict[str, str] = {}
     room = 512_000
-    for cell in cells:
-        if isinstance(cell, dict) and isinstance(cell.get("input"), list) and isinstance(cell.get("output"), list):
-            cell = [{"stdin": i, "stdout": o} for i, o in zip(cell["input"], cell["output"], strict=True)]
-        if not isinstance(cell, list) or not all(isinstance(t, dict) and {"stdin", "stdout"} <= t.keys() for t in cell):
-            raise ValueError('tests are [{"stdin": ..., "stdout": ...}, ...] or {"input": [...], "output": [...]}')
-        for stdin, stdout in ((as_text(test["stdin"]), as_text(test["stdout"])) for test in cell):
-            size = len(stdin.encode()) + len(stdout.encode())
-            whole = stdout.strip() and not any(text.rstrip().endswith("...") for text in (stdin, stdout))
-            if whole and stdin not in tests and size <= min(64_000, room) and len(tests) < 20:
-                tests[stdin], room = stdout, room - size
+    for stdin, stdout in (test for cell in cells for test in code_tests(cell)):
+        size = len(stdin.encode()) + len(stdout.encode())
+        whole = stdout.strip() and not any(text.rstrip().endswith("...") for text in (stdin, stdout))
+        if whole and stdin not in tests and size <= min(64_000, room) and len(tests) < 20:
+            tests[stdin], room = stdout, room - size
     problem = Problem(as_text(question).strip(), "", "code", tuple(tests.items()))
     return problem if problem.question and problem.tests else "without a question or tests"
 
@@ -1299,7 +1313,7 @@ def need_columns(wanted: Iterable[str], found: Iterable[str], mend: str = "") ->
 
 
 def copy_files(source: Source, root: Path, hub_split: str) -> list[Path]:
-    """The files of one hub split in a local copy: one file, or a folder as `huggingface-cli download` leaves it."""
+    """The files of one hub split in a local copy: one file, or a folder as `hf download` leaves it."""
     found = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
     names = {p: p.name if p == root else p.relative_to(root).as_posix() for p in found if p.suffix.lower() in ENDINGS}
     # not .cache/, and not what older copies hold beside parquet
@@ -1489,7 +1503,8 @@ def load_problems(
 
     `name`: "congruence", the built-in task (1,008 problems: 408, 100, 500), one of SOURCES, or a .jsonl, .json or
     .parquet file of your own (80, 5, 15 %), whose columns can be named. `data`: a local copy of one of SOURCES, a file
-    or a folder. `limit`: at most so many; None: the default size of the set, else all. Raises ValueError, in one line.
+    or a folder. `limit`: at most so many; None: the default size of the set, else all. Raises ValueError, in one line,
+    or GradingError where golds cannot be graded.
     """
     if limit is not None and limit < 0:
         raise ValueError(f"limit {limit}: must be 0 or more")
@@ -1530,9 +1545,12 @@ def verdict(problem: Problem, response: str) -> str:
 
 
 def response_row(row: dict) -> tuple[Problem, str]:
-    """A row {"response", "gold"} or {"response", "tests"}, capped as in `code_problem`. Raises ValueError."""
-    problem = math_problem("?", row.get("gold")) if row.get("tests") is None else code_problem("?", row["tests"])
-    if not isinstance(row.get("response"), str) or isinstance(problem, str):
+    """A row {"response", "gold"} or {"response", "tests"}. Every test counts. Raises ValueError."""
+    if row.get("tests") is not None:
+        problem = Problem("", kind="code", tests=tuple(code_tests(row["tests"])))
+    else:
+        problem = Problem("", as_text(row.get("gold")).strip(), "math")
+    if not isinstance(row.get("response"), str) or not (problem.gold or problem.tests):
         raise ValueError(f'needs a text "response", and a "gold" or "tests" (found: {", ".join(row) or "nothing"})')
     return problem, row["response"]
 

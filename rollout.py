@@ -306,7 +306,9 @@ def mask_answer(text: str, answer: str) -> str:
         return mask_spans(text, number_spans(text, numbers)) if WITHHELD in text else text  # "[withheld], or 50%"
     if re.fullmatch(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+){0,9}", flat):
         return mask_spans(text, word_spans(text, flat))
-    for spelling in {answer, re.sub(r"\A\s*\S{1,4}\s*(?:=|\\in(?![a-z]))", "", answer)}:  # y = -2x, x \in [-2, 7]
+    for spelling in dict.fromkeys(
+        (answer, re.sub(r"\A\s*\S{1,4}\s*(?:=|\\in(?![a-z]))", "", answer))
+    ):  # y = -2x, x \in [-2, 7]
         text = mask_spans(text, literal_spans(text, spelling.strip(" .$*")))
     if re.search(r"[\\^√π/]|[+*-]\s?[a-z]|[a-z]\s?[+*-]|[0-9]\s?i\b", answer) and not STRUCTURE.search(answer):
         masked = mask_spans(text, equal_spans(text, answer))

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -512,3 +513,13 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         [sys.executable, str(HERE.parent / "reward.py"), str(tmp_path / "no.jsonl")], capture_output=True, text=True
     )
     assert out.returncode == 2 and "no.jsonl" in out.stderr and out.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_every_test_of_a_program_in_a_file_is_run(tmp_path):
+    program = respond("```python\nn = int(input())\nprint(n if n < 24 else 0)\n```")
+    tests = [{"stdin": str(n), "stdout": str(n)} for n in range(25)]
+    silent = [{"stdin": "1", "stdout": ""}]
+    out = grade(tmp_path, [{"response": program, "tests": t} for t in (tests, tests[:24], silent)])
+    assert out.returncode == 0, out
+    assert [v["verdict"] for v in lines(tmp_path / "responses.verdicts.jsonl")] == ["wrong", "right", "wrong"]

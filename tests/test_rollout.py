@@ -6,7 +6,10 @@ Run:  pytest tests/test_rollout.py
 import copy
 import dataclasses
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -1140,3 +1143,19 @@ def test_both_spellings_of_a_number_are_withheld(prose):
     """7 and 07 are one answer to the checker: a pair could be paid for learning to spell it the other way."""
     for answer in ("7", "07"):
         assert not re.search("0*7", summarize(f"<think>a</think>{prose}<answer>{answer}</answer>"))
+
+
+def test_a_summary_does_not_depend_on_the_hash_seed():
+    draft = "x</think>So $E = m c^2$, thus E = mc^2.<answer>E = mc^2</answer>"
+    script = f"from rollout import summarize; print(summarize({draft!r}))"
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(rollout.__file__).parent,
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2")
+    ]
+    assert len(set(runs)) == 1 and WITHHELD.encode() in runs[0]
