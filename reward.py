@@ -4,6 +4,15 @@ Everything Agon learns comes from c(y), so every rule here is written down and s
 an answer counts only inside the last complete <answer> block after the last </think>; prose is never graded.
 
 Symbols: a draft, b challenge (it reads a's summary), c(y) correctness, phi(y) format score: each 0 or 1; lam = 0.5.
+
+A long file, because it is copied alone, but its parts do not lean on each other. Whoever came for the method reads the
+first and stops there.
+    1 reading a response, the rewards, the built-in task   extract_answer, format_score, draft_reward, challenge_reward
+    2 mathematics: one spelling, equal or not, the child   math_correct, math_equal, rational
+    3 code, in a sandbox                                   code_correct, run_program
+    4 data                                                 load_problems
+    5 python reward.py FILE.jsonl                          grades the responses in a file (needs tqdm)
+The maths grader runs this very file again as its child process: paste it into a module, not into a notebook cell.
 """
 
 from __future__ import annotations
@@ -38,7 +47,9 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 logger = logging.getLogger("reward")
 
-EVENTS: Counter[str] = Counter()  # what befell the graders: "timeout", "memory", "error", "code-timeout", ...
+# What befell the graders. Mathematics: timeout, memory, crash, error. Code: code-timeout, code-memory,
+# code-output-limit, and sandbox-error, which is tried again and is never a verdict.
+EVENTS: Counter[str] = Counter()
 EVENTS_LOCK = threading.Lock()
 
 
