@@ -87,7 +87,7 @@ STRUCTURE = re.compile(  # what some tokenizer reads as structure; all read it o
 ANSWER = "answers?|ans|réponse|antwort|respuesta|risposta|resposta|ответ(?:ом)?"
 RESULT = "results?|solutions?|résultat|ergebnis|lösung|resultado|solución|risultato|solução|результат"
 IS = r"(?:is|are|was|be|equals?|est|ist|lautet|es|è|é|равен|равно|является)(?![^\W_])"
-IS += r"(?!\s{1,2}(?:obtained|found|given|computed|reached|derived|to|by|not)\b)"  # "the answer is found by adding ..."
+IS += r"(?!\s{1,2}(?:(?:obtained|found|given|computed|reached|derived)\s)?by\s[a-z]+ing\b)"  # "is found by adding ..."
 REST = r"(\S[^\n]*?)(?=[.!?]{1,3}[\"'”»)*_$]{0,4}(?:\s|\Z)|[。！？\n]|\Z)"  # to the sentence's end; 3.5 does not end it
 GAP, OPEN = r"(?:[^\w.!?\n]|_){0,8}", r"[\W_]{0,8}"
 SHORT = r"(\S[^\n]{0,30}?)(?=[.!]?[ *_$]{0,4}(?:\n|\Z))"
@@ -196,7 +196,7 @@ FORMULA = re.compile(  # after a sign or word of STATES, up to the next word or 
 )
 OPTION = re.compile(r"(?i)(?:\b(?:option|choice|answer|choose|pick|select|letter)|选)\W{0,4}\Z")
 CONCLUDING = re.compile(
-    r"(?i)\b(?:so(?! that)|hence|thus|therefore|conclu\w{1,6}|consequently|it follows|which means|indeed)\b"
+    r"(?i)\b(?:so(?! that| far)|hence|thus|therefore|conclu\w{1,6}|consequently|it follows|which means|indeed)\b"
     r"|∴|因此|所以|故"
 )
 
@@ -387,6 +387,7 @@ def values(answer: str) -> set[Fraction]:
 def number_spans(text: str, numbers: set[Fraction]):
     """(start, end) of the conclusions that equal one of `numbers`, or are one rounded to two places or more."""
     last = max((m.end() for m in re.finditer(r"(?<=\S)(?:[.!?]\s|\n)", text.rstrip(" .!?\n"))), default=0)
+    final = max((m.start() for m in NUMBER.finditer(text)), default=0)
     for match in NUMBER.finditer(text):
         token, start, value = match[0], match.start(), exact(match[0])
         if token[0] in "+-" and re.search(r"(?:[0-9)}\]]|\b[A-Za-z])\s?\Z", text[max(0, start - 3) : start]):
@@ -404,8 +405,11 @@ def number_spans(text: str, numbers: set[Fraction]):
             if first_item or (pronoun and not ENDS.match(text, end)):
                 continue
             small = abs(value.numerator) < 1000 and value.denominator < 5  # too common to be told from other numbers
-            closing = start > last > 0 and abs(value) >= 10  # "Each child receives 84 candies."
-            if concludes(text, start, end, closing or not small or not (token.isdigit() or abs(value) <= 12)):
+            closing = (start > last > 0 or (last == 0 and start == final)) and abs(
+                value
+            ) >= 10  # "Each child receives 84 candies."
+            common = small and (re.sub(PERCENT + r"\Z", "", token).isdigit() or abs(value) <= 12)
+            if concludes(text, start, end, closing or not common):
                 yield start, end
 
 
@@ -456,7 +460,7 @@ def literal_spans(text: str, answer: str):
     tokens = [t for t in tokens if t not in (r"\left", r"\right", r"\displaystyle", "$")][:80]
     spelled = size.join(re.escape(t).replace(r"\\frac", r"\\[dt]?frac") for t in tokens)
     for match in re.finditer(rf"(?<![0-9A-Za-z\\]){spelled}(?![0-9A-Za-z])", text) if len(tokens) > 2 else ():
-        if concludes(text, *match.span(), len(tokens) > 4):
+        if concludes(text, *match.span(), len(tokens) > 4 or ":" in tokens):
             yield match.span()
 
 
