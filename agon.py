@@ -466,8 +466,10 @@ def main(argv: list[str] | None = None) -> int:
         config = parse_config(argv)
         config.check()
         torch.set_num_threads(config.threads)
-        if config.base != "tiny" and Path(config.base).is_dir():
-            config.base = str(Path(config.base).resolve())  # the run folder must work from anywhere
+        own = Path(config.task).suffix.lower() in reward.ENDINGS
+        for name in ["data"] * bool(config.data) + ["task"] * own + ["base"] * (config.base != "tiny"):
+            if Path(getattr(config, name)).exists():  # a path: the run folder must work from anywhere
+                setattr(config, name, str(Path(getattr(config, name)).resolve()))
         reward.ALLOW_UNSANDBOXED = config.allow_unsandboxed_code
         train_set, validation, test = (load_split(vars(config), split) for split in ("train", "validation", "test"))
         pair = load_pair(

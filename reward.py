@@ -854,7 +854,8 @@ def math_correct(response: str, gold: str, limit_s: float = 3.0) -> bool:
 # environment of the host; with the launcher the kernel ends all that is inside. rlimits bound one process; every 50 ms
 # the grader looks at the sum over all, and it keeps the time and the expected output. Not kept from a program: faults
 # of the kernel, reading /usr and the installed packages, memory in files nobody maps (memfd: 256 of file_mb a process),
-# and, where the grader is root, whom NPROC does not count, all the processes that can start between two looks.
+# and, where the grader is root, whom NPROC does not count, the processes that can start between two looks: a storm of
+# forks with setsid starves the grader too, and then ends long after its limit (as another user it stays small).
 
 ALLOW_UNSANDBOXED = False  # what --allow-unsandboxed-code sets: go without where bubblewrap is missing or fails
 ADVICE = "apt install bubblewrap, or let programs use your files and network with --allow-unsandboxed-code"
@@ -1520,7 +1521,9 @@ def pick(
     drops = f"{sum(dropped.values()):,} of {seen['split']:,} rows dropped: "
     drops += ", ".join(f"{n:,} {reason}" for reason, n in dropped.most_common())
     if not chosen and limit != 0:
-        raise ValueError(f"{label}: no problem in this split of {seen['all']:,} rows{'; ' + drops if dropped else ''}")
+        few = " (a file of your own should have some 100 rows, so that each split gets a few)" * (seen["all"] < 100)
+        drops = f"; {drops}" if dropped else ""
+        raise ValueError(f"{label}: no problem in this split of {seen['all']:,} rows{few}{drops}")
     if dropped:
         logger.warning("%s: %s", label, drops)
     if limit is not None and len(chosen) < limit:
@@ -1608,7 +1611,7 @@ def main(argv: list[str] | None = None) -> int:
             check_sandbox()
         if out.exists():
             raise ValueError(f"{out} exists; remove it, or name another file with --out")
-        with open(out, "w", encoding="utf-8") as file:
+        with open(out, "w", encoding="utf-8", buffering=1) as file:  # by line: killed, it keeps what it has
             for number, (problem, response) in enumerate(tqdm(rows, unit="response"), 1):
                 said = verdict(problem, response)
                 counts[said] += 1

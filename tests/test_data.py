@@ -464,8 +464,9 @@ def test_an_empty_split_says_how_much_there_is(tmp_path):
     rows = [{"question": placed("Four"), "answer": 4}, {"question": placed("Broken", "test"), "answer": "@@"}]
     path = write_lines(tmp_path / "a.jsonl", rows)
     assert len(load_problems(path, "train")) == 1
-    assert refusal(path, "validation") == f"{path} validation: no problem in this split of 2 rows"
-    assert refusal(path, "test").endswith("of 2 rows; 1 of 1 rows dropped: 1 golds that the grader refuses")
+    hint = "of 2 rows (a file of your own should have some 100 rows, so that each split gets a few)"
+    assert refusal(path, "validation") == f"{path} validation: no problem in this split {hint}"
+    assert refusal(path, "test").endswith(hint + "; 1 of 1 rows dropped: 1 golds that the grader refuses")
     assert load_problems(path, "validation", limit=0) == []
 
 
