@@ -1310,7 +1310,8 @@ class Source:
 
 HASHED = {"train": ("train", 0.20, 1.0), "validation": ("train", 0.15, 0.20), "test": ("train", 0.0, 0.15)}
 SOURCES = {
-    # 103,022 rows. Before 2025-05-08 the questions of 48 rows gave the answer away: this is a later revision.
+    # Before 2025-05-08 the questions of 48 rows gave the answer away. This revision has 103,022 rows, the cards of that
+    # time say 103,110: so it is taken to be later.
     "deepmath": Source(
         "zwhe99/DeepMath-103K", None, "5cf055d1fe3d7a2eb19719ac020211469736ae44", deepmath_row,
         ("question", "final_answer", "difficulty"), HASHED, {"train": 3000, "validation": 100, "test": 300},

@@ -387,8 +387,8 @@ def values(answer: str) -> set[Fraction]:
 def number_spans(text: str, numbers: set[Fraction]):
     """(start, end) of the conclusions that equal one of `numbers`, or are one rounded to two places or more."""
     last = max((m.end() for m in re.finditer(r"(?<=\S)(?:[.!?]\s|\n)", text.rstrip(" .!?\n"))), default=0)
-    final = max((m.start() for m in NUMBER.finditer(text)), default=0)
-    for match in NUMBER.finditer(text):
+    matches = list(NUMBER.finditer(text))
+    for match in matches:
         token, start, value = match[0], match.start(), exact(match[0])
         if token[0] in "+-" and re.search(r"(?:[0-9)}\]]|\b[A-Za-z])\s?\Z", text[max(0, start - 3) : start]):
             continue  # 12 - 5
@@ -405,7 +405,7 @@ def number_spans(text: str, numbers: set[Fraction]):
             if first_item or (pronoun and not ENDS.match(text, end)):
                 continue
             small = abs(value.numerator) < 1000 and value.denominator < 5  # too common to be told from other numbers
-            closing = (start > last > 0 or (last == 0 and start == final)) and abs(
+            closing = (start > last > 0 or (last == 0 and match is matches[-1])) and abs(
                 value
             ) >= 10  # "Each child receives 84 candies."
             common = small and (re.sub(PERCENT + r"\Z", "", token).isdigit() or abs(value) <= 12)

@@ -817,10 +817,10 @@ LOOPS = [*TAGS, "\n", " ", "= ", "\\boxed{", "```", "<|", "<|im_start|>", "answe
 def test_summary_of_a_policy_that_loops_takes_linear_time(unit, start, end):
     response = "x</think>" + start + unit * 8000 + end
     times = []
-    for _ in range(2):
-        began = time.process_time()  # not the wall clock: a busy machine is no fault of ours
+    for _ in range(5):  # the best of them: a busy machine is no fault of ours
+        began = time.perf_counter()
         summarize(response)
-        times.append(time.process_time() - began)
+        times.append(time.perf_counter() - began)
     assert min(times) < 0.2, f"8,000 times {unit!r} stall the step"
 
 
