@@ -384,33 +384,49 @@ def values(answer: str) -> set[Fraction]:
     return found
 
 
+def tells(token: str, numbers: frozenset[Fraction]) -> tuple[int, bool, bool] | None:
+    """(its length, is it 10 or more, is it too common to be told from other numbers) where a match of NUMBER equals one
+    of `numbers`, or is one rounded to two places or more; else None."""
+    value = exact(token)
+    if value not in numbers and " " in token and token[0].isdigit() and "/" not in token:
+        token = token.split(" ")[0]  # "gives 42 100 times"
+        value = exact(token)
+    if value is None:
+        return None
+    percent = re.search(PERCENT + r"\Z", token)
+    if percent and 100 * value in numbers:
+        value *= 100  # 60% says 60
+    places = re.search(r"\.([0-9]{2,9})", token)
+    rounded = places and any(abs(value - n) * 10 ** len(places[1]) * 2 <= 1 for n in numbers)
+    if value not in numbers and not rounded:
+        return None
+    digits = token[: percent.start()] if percent else token
+    common = abs(value.numerator) < 1000 and value.denominator < 5 and (digits.isdigit() or abs(value) <= 12)
+    return len(token), abs(value) >= 10, common
+
+
 def number_spans(text: str, numbers: set[Fraction]):
-    """(start, end) of the conclusions that equal one of `numbers`, or are one rounded to two places or more."""
+    """(start, end) of the conclusions that tell one of `numbers`."""
     last = max((m.end() for m in re.finditer(r"(?<=\S)(?:[.!?]\s|\n)", text.rstrip(" .!?\n"))), default=0)
+    told: dict[str, tuple | None] = {}  # a loop repeats its numbers
     matches = list(NUMBER.finditer(text))
     for match in matches:
-        token, start, value = match[0], match.start(), exact(match[0])
+        token, start = match[0], match.start()
+        if token not in told:
+            told[token] = tells(token, frozenset(numbers))
+        if told[token] is None:
+            continue
         if token[0] in "+-" and re.search(r"(?:[0-9)}\]]|\b[A-Za-z])\s?\Z", text[max(0, start - 3) : start]):
             continue  # 12 - 5
-        if value not in numbers and " " in token and token[0].isdigit() and "/" not in token:
-            token = token.split(" ")[0]  # "gives 42 100 times"
-            value = exact(token)
-        if value is not None and 100 * value in numbers and re.search(PERCENT + r"\Z", token):
-            value *= 100  # 60% says 60
-        places = re.search(r"\.([0-9]{2,9})", token) if value is not None and value not in numbers else None
-        rounded = places and any(abs(value - n) * 10 ** len(places[1]) * 2 <= 1 for n in numbers)
-        if rounded or value in numbers:
-            end = start + len(token)
-            first_item, pronoun = token == "1" and start < 9 and not text[:start].strip(), token.lower() == "one"
-            if first_item or (pronoun and not ENDS.match(text, end)):
-                continue
-            small = abs(value.numerator) < 1000 and value.denominator < 5  # too common to be told from other numbers
-            closing = (start > last > 0 or (last == 0 and match is matches[-1])) and abs(
-                value
-            ) >= 10  # "Each child receives 84 candies."
-            common = small and (re.sub(PERCENT + r"\Z", "", token).isdigit() or abs(value) <= 12)
-            if concludes(text, start, end, closing or not common):
-                yield start, end
+        length, large, common = told[token]
+        end = start + length
+        first_item = text[start:end] == "1" and start < 9 and not text[:start].strip()
+        if first_item or (text[start:end].lower() == "one" and not ENDS.match(text, end)):
+            continue
+        # in the last sentence, or last of all: "Each child receives 84 candies."
+        closing = large and (start > last > 0 or (last == 0 and match is matches[-1]))
+        if concludes(text, start, end, closing or not common):
+            yield start, end
 
 
 def equal_spans(text: str, answer: str) -> list[tuple[int, int]]:
