@@ -3,6 +3,8 @@
     python agon.py                          train the embedded tiny pair (minutes, no GPU, no download)
     python agon.py --method coop            the same without the conversion bonus: copying ends later, or never
     python agon.py --method grpo            plain GRPO with the same number of rollouts
+    python agon.py --preset 8gb             Qwen3-0.6B in 4-bit on DeepMath, sized for an 8 GB card
+    python agon.py --preset 8gb --estimate  what that takes of the card's memory; loads and trains nothing
 
 How this departs from GRPO (Shao et al. 2024), all of it:
   1. Two policies, A and B: two LoRA adapters on one frozen base, one optimizer each. Roles alternate every step.
@@ -29,11 +31,12 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import reward
@@ -56,9 +59,21 @@ from cascade import (
     run_main,
     telling_exchanges,
 )
-from model import Pair, load_pair, token_logprobs
+from model import (
+    Memory,
+    Pair,
+    check_device,
+    default_device,
+    default_four_bit,
+    estimate,
+    free_memory,
+    is_embedded,
+    load_pair,
+    peak_memory,
+    token_logprobs,
+)
 from reward import EVENTS, Problem, challenge_reward, draft_reward
-from rollout import Rollouts
+from rollout import Rollouts, choose
 
 
 def knob(default, text: str):
@@ -67,10 +82,13 @@ def knob(default, text: str):
 
 @dataclass
 class Config:
-    """Every setting of a run; each is also a flag. Defaults are those of the embedded tiny pair."""
+    """Every setting of a run; each is also a flag. Defaults are those of the embedded tiny pair; PRESETS fit cards."""
 
     method: str = knob("agon", "agon | coop (no bonus) | grpo (one policy, 2N drafts per problem)")
+    preset: str = knob("", "8gb | 12gb | 24gb: a real model, sized for such a card; flags beside it win")
     base: str = knob("tiny", "base model: 'tiny' (embedded), a local folder or a hub id")
+    model_b: str = knob("", "a second base for policy B, taking turns on the card (default: both on one base)")
+    device: str = knob("", "cuda | mps | cpu (default: the first of them that is there)")
     task: str = knob("congruence", "congruence | deepmath | codecontests | gsm8k | a .jsonl, .json or .parquet file")
     data: str = knob("", "local copy (file or folder) of a task that is otherwise read from the hub")
     question_column: str = knob("", "column of the question in a file of your own (default: the usual names)")
@@ -99,22 +117,34 @@ class Config:
     clip: float = knob(0.2, "epsilon of the clipped ratio (acts only with inner-epochs > 1)")
     inner_epochs: int = knob(1, "updates per batch of rollouts")
     grad_clip: float = knob(1.0, "largest gradient norm of one adapter")
-    micro_tokens: int = knob(16384, "padded tokens per forward in the update; changes memory, not the gradient")
-    rollout_rows: int = knob(256, "rows that decode at once; changes memory, not the samples")
+    micro_tokens: int = knob(
+        16384, "padded tokens per forward in the update, 0: what fits; changes memory, not the gradient"
+    )
+    rollout_rows: int = knob(256, "rows that decode at once, 0: what fits; changes memory, not the samples")
+    memory: float = knob(0.0, "GiB of the device that the run may fill (0: what it has free)")
+    prompt_tokens: int = knob(768, "longest prompt that the memory is planned for; a challenge's holds a summary")
+    estimate: bool = knob(False, "print what the run would take of the memory, and stop")
     lora_rank: int = knob(16, "rank of both adapters")
     lora_alpha: int = knob(32, "LoRA alpha of both adapters")
     b_init_std: float = knob(0.01, "std of B's initial lora_B; A's is 0")
-    four_bit: bool = knob(False, "load the base in 4-bit NF4 (bitsandbytes)")
+    four_bit: bool | None = knob(None, "the base in 4-bit NF4 (default: on CUDA, but for the tiny base); also --4bit")
+    gradient_checkpointing: bool | None = knob(
+        None, "recompute each layer in the backward pass: less memory, more time (default: all but the tiny base)"
+    )
     threads: int = knob(1, "CPU threads; at this size a second one costs more than it brings")
     out: str = knob("", "run folder (default: runs/<time>-<method>)")
 
     def check(self) -> None:
         """Raise ValueError with one line (what, why, the mend) before anything is loaded."""
-        counts = ("steps", "problems_per_step", "max_tokens", "inner_epochs", "micro_tokens", "rollout_rows")
+        counts = ("steps", "problems_per_step", "max_tokens", "prompt_tokens", "inner_epochs")
         rules = [
             (("method",), lambda v: v in ("agon", "coop", "grpo"), "choose agon, coop or grpo"),
             (("group_size",), lambda v: v >= 2, "a group needs at least 2 rows to compare"),
+            (("preset",), lambda v: not v or v in PRESETS, f"choose one of {', '.join(PRESETS)}"),
+            (("device",), lambda v: v.partition(":")[0] in ("", "cuda", "mps", "cpu"), "choose cuda, mps or cpu"),
             (counts, lambda v: v >= 1, "must be at least 1"),
+            (("micro_tokens", "rollout_rows"), lambda v: v >= 0, "must be 0 (what fits) or more"),
+            (("memory",), lambda v: 0 <= v < math.inf, "must be 0 (what is free) or more, in GiB"),
             (("lora_rank", "lora_alpha", "threads"), lambda v: 1 <= v <= 1024, "must lie in 1..1024"),
             (("lr", "grad_clip", "clip"), lambda v: 0 < v < math.inf, "must be above 0"),
             (("temperature",), lambda v: 1e-3 <= v < math.inf, "must be at least 0.001"),
@@ -130,6 +160,19 @@ class Config:
             for name in names:
                 if not holds(getattr(self, name)):
                     raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {mend}")
+
+
+# The paper's recipe for real models (METHOD.md), and what a card of each size holds: `--estimate` shows the sums.
+REAL = {
+    "device": "cuda", "task": "deepmath", "steps": 200, "problems_per_step": 4, "group_size": 8,
+    "temperature": 0.6, "eval_temperature": 0.6, "eval_top_p": 0.95, "b_init_std": 1e-3,
+    "lr": 5e-5, "warmup": 0.1, "decay_from": 0.1, "lr_end": 0.0, "micro_tokens": 0, "rollout_rows": 0,
+}  # fmt: skip
+PRESETS = {
+    "8gb": {**REAL, "base": "Qwen/Qwen3-0.6B", "max_tokens": 2048, "memory": 8.0},
+    "12gb": {**REAL, "base": "Qwen/Qwen3-1.7B", "max_tokens": 4096, "memory": 12.0},
+    "24gb": {**REAL, "base": "Qwen/Qwen3-4B", "max_tokens": 8192, "memory": 24.0},
+}
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -197,6 +240,28 @@ def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
+def until_it_fits(work: Callable, config: Config, budget: str, least: int):
+    """work(); whenever the device runs out of memory, halve config.<budget> and start `work` over, down to `least`.
+
+    Starting over gives the same result: rows draw noise keyed by seed, step and prompt, and nothing else is random.
+    """
+    while True:
+        try:
+            return work()
+        except torch.OutOfMemoryError:
+            if getattr(config, budget) <= least:
+                raise
+        # Not inside the except block, where the traceback would keep the failed attempt's tensors alive.
+        setattr(config, budget, getattr(config, budget) // 2)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        flag = f"--{budget.replace('_', '-')} {getattr(config, budget)}"
+        print(
+            f"\nout of memory: that part of the step is done again, and the rest of the run, with {flag}",
+            file=sys.stderr,
+        )
+
+
 def update_policy(
     pair: Pair, adapter: str, optimizer: torch.optim.Optimizer, rollouts: Rollouts, advantages, kept, config: Config
 ) -> dict:
@@ -204,40 +269,47 @@ def update_policy(
     rows = kept.nonzero()[:, 0].tolist()  # dropped rows cost no compute and do not dilute the mean
     if not rows:
         return {"grad_norm": 0.0, "tokens": 0, "logp_gap": 0.0}
-    model = pair.activate(adapter, train=True)
+    model, own = pair.activate(adapter, train=True), pair.of(adapter).parameters[adapter].values()
     prompts, completions = [rollouts.prompts[r] for r in rows], [rollouts.completions[r] for r in rows]
     advantages = advantages[rows].float().to(model.device)  # (B,)
     total_tokens = sum(map(len, completions))  # computed once, before the split; includes each end-of-turn token
-    batches = list(
-        micro_batches([len(p) + len(c) for p, c in zip(prompts, completions, strict=True)], config.micro_tokens)
-    )
+    row_lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
 
     def score(batch: list[int]) -> torch.Tensor:  # (b, C)
         return token_logprobs(model, [prompts[i] for i in batch], [completions[i] for i in batch], config.temperature)
 
-    # With one update the policy that sampled is the policy that learns: old = logp.detach(), the ratio is exactly 1.
-    # With more, old log-probs come from this same forward, not from the sampler, whose kernels round differently.
-    old: list[torch.Tensor] = []
-    if config.inner_epochs > 1:
+    def score_all() -> list[torch.Tensor]:  # each row's log-probs, (C of the row,)
+        old = {}
         with torch.no_grad():
-            old = [score(batch) for batch in batches]
-    gap = 0.0
-    for epoch in range(config.inner_epochs):
-        for k, batch in enumerate(batches):
+            for batch in micro_batches(row_lengths, config.micro_tokens):
+                old.update({i: logp[: len(completions[i])] for i, logp in zip(batch, score(batch), strict=True)})
+        return [old[i] for i in range(len(rows))]
+
+    def accumulate() -> float:  # the gradient of the whole stream; returns the widest gap to the sampler's log-probs
+        optimizer.zero_grad(set_to_none=True)  # what an attempt that ran out of memory left behind
+        gap = 0.0
+        for batch in micro_batches(row_lengths, config.micro_tokens):
             logp = score(batch)  # (b, C)
             lengths = torch.tensor([len(completions[i]) for i in batch])  # (b,)
             mask = (torch.arange(logp.shape[1]) < lengths[:, None]).to(logp.device)  # (b, C) from lengths alone
-            old_logp = old[k] if old else logp.detach()
+            old_logp = pad_sequence([old[i] for i in batch], batch_first=True) if old else logp.detach()  # (b, C)
             grpo_loss(logp, old_logp, advantages[batch], mask, total_tokens, config.clip).backward()
-            if epoch == 0:  # how far sampler and trainer disagree on the same tokens: a bug shows here first
-                sampled = torch.tensor([lp for i in batch for lp in rollouts.logprobs[rows[i]]])  # (sum of C,)
-                gap = max(gap, (logp.detach()[mask].cpu() - sampled).abs().max().item())
-        norm = torch.nn.utils.clip_grad_norm_(pair.parameters[adapter].values(), config.grad_clip).item()
+            sampled = torch.tensor([lp for i in batch for lp in rollouts.logprobs[rows[i]]])  # (sum of C,)
+            gap = max(gap, (logp.detach()[mask].cpu() - sampled).abs().max().item())
+        return gap
+
+    # With one update the policy that sampled is the policy that learns: old = logp.detach(), the ratio is exactly 1.
+    # With more, old log-probs come from this same forward, not from the sampler, whose kernels round differently.
+    old = until_it_fits(score_all, config, "micro_tokens", min(row_lengths)) if config.inner_epochs > 1 else []
+    gaps = []  # between sampler and trainer on the same tokens, before the first update: a bug shows here first
+    for _ in range(config.inner_epochs):
+        gaps.append(until_it_fits(accumulate, config, "micro_tokens", min(row_lengths)))
+        norm = torch.nn.utils.clip_grad_norm_(own, config.grad_clip).item()
         if not math.isfinite(norm):
             raise FloatingPointError(f"gradient of adapter {adapter} is not finite; lower --lr")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return {"grad_norm": norm, "tokens": total_tokens, "logp_gap": gap}
+    return {"grad_norm": norm, "tokens": total_tokens, "logp_gap": gaps[0]}
 
 
 def agon_step(
@@ -249,7 +321,6 @@ def agon_step(
         max_tokens=config.max_tokens,
         temperature=config.temperature,
         top_p=config.top_p,
-        max_rows=config.rollout_rows,
         seed=config.seed * 1_000_000 + step,
     )
     lam = config.format_weight
@@ -257,10 +328,18 @@ def agon_step(
     drafter, challenger = ("A", "B") if step % 2 == 0 else ("B", "A")
     if config.method == "grpo":  # one policy, the same 2N rollouts per problem, and no exchange
         drafter, challenges = "A", None
-        drafts = draft_stage(pair, drafter, problems, 2 * config.group_size, **sampling)
+        n = 2 * config.group_size
+        drafts = until_it_fits(
+            lambda: draft_stage(pair, drafter, problems, n, max_rows=config.rollout_rows, **sampling),
+            config, "rollout_rows", 1,
+        )  # fmt: skip
     else:
         # 2. N drafts of every problem.  3. ONE challenge for every draft, reading its summary.
-        drafts, challenges = cascade(pair, problems, drafter, challenger, config.group_size, **sampling)
+        n = config.group_size
+        drafts, challenges = until_it_fits(
+            lambda: cascade(pair, problems, drafter, challenger, n, max_rows=config.rollout_rows, **sampling),
+            config, "rollout_rows", 1,
+        )  # fmt: skip
     sampled = time.perf_counter()
 
     streams = [
@@ -320,14 +399,15 @@ def problem_stream(problems: Sequence[Problem], seed: int) -> Iterator[Problem]:
         yield from rng.sample(problems, len(problems))
 
 
-def train(config: Config, folder: Path, pair: Pair, problems: Sequence[Problem]) -> list[dict]:
+def train(config: Config, folder: Path, pair: Pair, problems: Sequence[Problem], before: int = 0) -> list[dict]:
     """Train the pair (or, under grpo, policy A) into `folder`; returns one metrics dict per step.
 
+    before: bytes in use that are not ours, taken off the measured peak.
     Ctrl-C, divergence or a full disk saves the adapters as they stand, as far as that goes, and is raised again.
     """
     # One optimizer per adapter: a shared AdamW would move the resting policy by its momentum.
     optimizers = {
-        name: torch.optim.AdamW(pair.parameters[name].values(), lr=config.lr, weight_decay=0.0)
+        name: torch.optim.AdamW(pair.of(name).parameters[name].values(), lr=config.lr, weight_decay=0.0)
         for name in policies_of(vars(config))
     }
     stream = problem_stream(problems, config.seed)
@@ -347,7 +427,8 @@ def train(config: Config, folder: Path, pair: Pair, problems: Sequence[Problem])
                     group["lr"] = lr
                 batch = [next(stream) for _ in range(config.problems_per_step)]
                 metrics, drafts, challenges = agon_step(pair, optimizers, batch, step, config)
-                history.append({**metrics, "lr": lr})
+                peak = peak_memory(pair.device)  # bytes; None: not known
+                history.append({**metrics, "lr": lr, "peak_memory": peak and peak - before})
                 print(json.dumps(history[-1]), file=metrics_file, flush=True)
                 if challenges:
                     record = exchange_records(batch, drafts, challenges, config.format_weight, bonus)[0]
@@ -360,7 +441,9 @@ def train(config: Config, folder: Path, pair: Pair, problems: Sequence[Problem])
                         f"the first steps say: about {minutes:.1f} minutes of training, then the evaluation",
                         file=sys.stderr,
                     )
-        except (KeyboardInterrupt, FloatingPointError, OSError):  # nothing learned so far is lost
+                    if peak:
+                        bar.write(f"peak memory so far: {(peak - before) / GIB:.2f} GiB", file=sys.stderr)
+        except (KeyboardInterrupt, FloatingPointError, OSError, torch.OutOfMemoryError):  # nothing learned is lost
             pair.save(folder)
             raise
     pair.save(folder)
@@ -380,6 +463,79 @@ def progress_line(recent: list[dict]) -> str:
         line += f", copy {mean('rates', 'copy'):.0%}"
     speed = sum(m["tokens_per_second"] for m in recent) / len(recent)
     return line + f", dead {mean('draft', 'dead_groups'):.0%}, {speed / 1000:.1f}k tok/s"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Memory
+
+GIB = 2**30
+HEADROOM = 0.85  # the part of a device's memory that is planned with; the driver and the allocator's gaps get the rest
+
+
+def plan(config: Config) -> Memory:
+    """The estimate for this run, from the config file of its base; fills in --rollout-rows and --micro-tokens where 0.
+
+    Each becomes the most that fits. Raises ValueError with one line where not even one row does.
+    """
+    room = config.memory * GIB
+    if not room or not config.estimate or (config.device == "cuda" and torch.cuda.is_available()):
+        room = min(room or math.inf, free_memory(config.device))
+    room *= HEADROOM
+    pair = load_pair(
+        config.base,
+        model_b=config.model_b,
+        rank=config.lora_rank,
+        four_bit=config.four_bit,
+        checkpointing=config.gradient_checkpointing,
+        device=config.device,
+        meta=True,
+    )
+    width = config.prompt_tokens + config.max_tokens
+
+    def pick(logits: torch.Tensor, noise: torch.Tensor):
+        return choose(logits, noise, config.temperature, config.top_p)
+
+    def memory(rows: int, micro_rows: int) -> Memory:
+        return estimate(pair, rows, micro_rows, config.prompt_tokens, config.max_tokens, pick)
+
+    def most(total: Callable[[int], int], limit: int) -> int:  # memory grows in a line with the rows, but for rounding
+        one = total(1)
+        if one >= room or limit == 1:
+            return 1
+        rows = min(limit, 1 + int((room - one) / ((total(4) - one) / 3 + 1)))
+        while rows > 1 and total(rows) > room:
+            rows -= 1 + rows // 16
+        return rows
+
+    stage = config.problems_per_step * config.group_size * (2 if config.method == "grpo" else 1)
+    rows = config.rollout_rows or most(lambda n: memory(n, 1).total, min(stage, 1024))
+    micro_rows = max(1, config.micro_tokens // width) or 1
+    if not config.micro_tokens:
+        micro_rows = most(lambda n: memory(1, n).total, min(stage, 16))
+    result = memory(min(rows, stage), min(micro_rows, stage))
+    if result.total > room:
+        raise ValueError(
+            f"this run needs {result.total / GIB:.1f} GiB on {config.device}, and {room / GIB:.1f} can be planned "
+            f"with: take a smaller --base or --max-tokens{', or --rollout-rows 0 --micro-tokens 0' if rows > 1 else ''}"
+        )
+    config.rollout_rows, config.micro_tokens = rows, config.micro_tokens or micro_rows * width
+    return result
+
+
+def format_plan(memory: Memory, config: Config) -> str:
+    prompt, cap = config.prompt_tokens, config.max_tokens
+    parts = [
+        ("weights", memory.weights, "the base" + ", 4-bit NF4" * bool(config.four_bit)),
+        ("adapters", memory.adapters, f"A and B, rank {config.lora_rank}, fp32"),
+        ("optimizer", memory.optimizer, "AdamW's moments of both, the gradients of one"),
+        ("KV cache", memory.kv_cache, f"{config.rollout_rows} rows at once (--rollout-rows)"),
+        ("decoding", memory.decoding, "the rest of sampling"),
+        ("activations", memory.activations, f"{config.micro_tokens} tokens at once (--micro-tokens)"),
+        ("logits chunk", memory.logits, "one chunk and its gradient"),
+        ("total", memory.total, f"sampling {memory.sampling / GIB:.2f} or update {memory.update / GIB:.2f}, in turn"),
+    ]
+    head = f"memory of {config.base} on {config.device} in GiB, prompts up to {prompt} tokens, completions up to {cap}"
+    return "\n".join([head, *(f"  {name:13} {size / GIB:7.2f}   {note}" for name, size, note in parts)])
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -425,7 +581,7 @@ def write_report(config: Config, folder: Path, result: dict, exchanges: list[dic
     changed = [
         f"`--{f.name.replace('_', '-')} {getattr(config, f.name)}`"
         for f in dataclasses.fields(Config)
-        if getattr(config, f.name) != f.default
+        if getattr(config, f.name) != f.default and (f.default is not None or getattr(config, f.name))
     ]
     shown = "\n\n".join(f"```\n{format_exchange(record)}\n```" for record in exchanges)
     (folder / "report.md").write_text(
@@ -441,14 +597,16 @@ def write_report(config: Config, folder: Path, result: dict, exchanges: list[dic
 
 
 def parse_config(argv: list[str] | None) -> Config:
-    """One flag per field of Config, its help and default taken from there."""
+    """One flag per field of Config, its help and default taken from there. A preset changes the defaults."""
     parser = OneLineParser(prog="agon.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for f in dataclasses.fields(Config):
         flag, text = f"--{f.name.replace('_', '-')}", f"{f.metadata['help']} [{f.default}]"
-        if isinstance(f.default, bool):
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=text)
+        if isinstance(f.default, bool) or f.default is None:
+            flags = [flag, "--4bit"] if f.name == "four_bit" else [flag]
+            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, default=f.default, help=text)
         else:
             parser.add_argument(flag, type=type(f.default), default=f.default, help=text, metavar=f.name.upper())
+    parser.set_defaults(**PRESETS.get(parser.parse_args(argv).preset, {}))
     return Config(**vars(parser.parse_args(argv)))
 
 
@@ -467,17 +625,35 @@ def main(argv: list[str] | None = None) -> int:
         config.check()
         torch.set_num_threads(config.threads)
         own = Path(config.task).suffix.lower() in reward.ENDINGS
-        for name in ["data"] * bool(config.data) + ["task"] * own + ["base"] * (config.base != "tiny"):
+        paths = ["data"] * bool(config.data) + ["task"] * own + ["model_b"] * bool(config.model_b)
+        for name in paths + ["base"] * (config.base != "tiny"):
             if Path(getattr(config, name)).exists():  # a path: the run folder must work from anywhere
                 setattr(config, name, str(Path(getattr(config, name)).resolve()))
+        config.device = config.device or default_device(config.base)
+        if config.four_bit is None:
+            config.four_bit = default_four_bit(config.base, config.device)
+        if config.gradient_checkpointing is None:
+            config.gradient_checkpointing = not is_embedded(config.base)
+        planned = None
+        if config.estimate or not is_embedded(config.base) or not (config.micro_tokens and config.rollout_rows):
+            if not config.estimate:
+                check_device(config.device)
+            planned = plan(config)
+            print(format_plan(planned, config), flush=True)
+        if config.estimate:
+            return 0
         reward.ALLOW_UNSANDBOXED = config.allow_unsandboxed_code
         train_set, validation, test = (load_split(vars(config), split) for split in ("train", "validation", "test"))
+        before = peak_memory("cpu") if config.device == "cpu" else 0
         pair = load_pair(
             config.base,
+            model_b=config.model_b,
             rank=config.lora_rank,
             alpha=config.lora_alpha,
             b_init_std=config.b_init_std,
             four_bit=config.four_bit,
+            checkpointing=config.gradient_checkpointing,
+            device=config.device,
             seed=config.seed,
         )
         folder = make_run_folder(config)
@@ -486,10 +662,12 @@ def main(argv: list[str] | None = None) -> int:
         return complain("agon.py", error)
 
     policies, sampling = policies_of(vars(config)), eval_sampling(vars(config))
-    size = sum(p.numel() for name, p in pair.model.named_parameters() if "lora_" not in name)
+    size = sum(p.numel() for name, p in pair.model.named_parameters() if "lora_" not in name)  # 4-bit: two in a byte
+    bases = f"one frozen base ({config.base}, {'4-bit NF4' if config.four_bit else f'{size:,} parameters'}"
+    if config.model_b:
+        bases = f"two frozen bases ({config.base} and {config.model_b}{', 4-bit NF4' * config.four_bit}"
     print(
-        f"Agon, method {config.method}: LoRA policies {' and '.join(policies)} on one frozen base ({config.base}, "
-        f"{size:,} parameters, {'NF4' if config.four_bit else 'not quantized'}, {pair.model.device})\n"
+        f"Agon, method {config.method}: LoRA policies {' and '.join(policies)} on {bases}, {config.device})\n"
         f"{config.steps} steps, each {config.problems_per_step} problems x {2 * config.group_size} rollouts, on "
         f"{len(train_set)} training problems like {train_set[0].question!r}; "
         f"then the table on {len(test)} test problems.\n"
@@ -497,7 +675,7 @@ def main(argv: list[str] | None = None) -> int:
         flush=True,
     )
     try:
-        history = train(config, folder, pair, train_set)
+        history = train(config, folder, pair, train_set, before)
         draw_curves(history, folder / "curves.png", config.method)
         print(f"evaluating on {len(test)} test problems ...", flush=True)
         result = evaluate(pair, test, validation, policies, **sampling)
@@ -509,6 +687,9 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except FloatingPointError as error:  # the run diverged
         return complain("agon.py", error)
+    except torch.OutOfMemoryError:
+        mend = "take a smaller --max-tokens or --base; the adapters are saved"
+        return complain("agon.py", MemoryError(f"{config.device} is out of memory with a single row; {mend}"))
 
     (folder / "results.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     exchanges = telling_exchanges(
@@ -518,6 +699,9 @@ def main(argv: list[str] | None = None) -> int:
     print("\n" + format_table(result) + "\n")
     for record in exchanges:
         print(format_exchange(record, sys.stdout.isatty()) + "\n")
+    if planned and history[-1]["peak_memory"] is not None:
+        peak = max(m["peak_memory"] for m in history)
+        print(f"memory: {planned.total / GIB:.2f} GiB were planned, {peak / GIB:.2f} GiB were the measured peak")
     print(f"curves, report, metrics and adapters: {folder}")
     question = "14x = 9 (mod 19)" if config.task == "congruence" else "..."
     print(f'try: python cascade.py ask "{question}" --run {folder}')

@@ -60,7 +60,7 @@ class Stage:
 
 def grade(pair: Pair, adapter, rollouts: Rollouts, problems, group: list[int], summaries=()) -> Stage:
     """Decode and score rows: c(y) and phi(y). group[r] is the problem that row r answers."""
-    texts = rollouts.texts(pair)
+    texts = rollouts.texts(pair.of(adapter))
     rows = [problems[g] for g in group]
     programs = any(problem.kind == "code" for problem in rows)  # each runs in processes of its own, so in parallel
     with ThreadPoolExecutor(os.cpu_count() if programs else 1) as pool:
@@ -70,7 +70,7 @@ def grade(pair: Pair, adapter, rollouts: Rollouts, problems, group: list[int], s
 
 def draft_stage(pair: Pair, drafter: str | None, problems: Sequence[Problem], n: int = 1, **sampling) -> Stage:
     """n drafts a of every problem, from the plain prompt. Rows are problem-major. sampling: as for rollout.sample."""
-    prompts = [draft_prompt(pair.tokenizer, problem.question) for problem in problems]
+    prompts = [draft_prompt(pair.of(drafter).tokenizer, problem.question) for problem in problems]
     rollouts = sample(pair, drafter, prompts, n, **sampling)
     return grade(pair, drafter, rollouts, problems, [g for g in range(len(problems)) for _ in range(n)])
 
@@ -78,8 +78,9 @@ def draft_stage(pair: Pair, drafter: str | None, problems: Sequence[Problem], n:
 def challenge_stage(pair: Pair, challenger: str | None, problems, drafts: Stage, **sampling) -> Stage:
     """ONE challenge b for every draft, from the prompt (x, s(a)). Row r reads draft r."""
     summaries = [summarize(text) for text in drafts.texts]
+    tokenizer = pair.of(challenger).tokenizer  # with two bases another one: only text goes from policy to policy
     prompts = [
-        challenge_prompt(pair.tokenizer, problems[g].question, s) for g, s in zip(drafts.group, summaries, strict=True)
+        challenge_prompt(tokenizer, problems[g].question, s) for g, s in zip(drafts.group, summaries, strict=True)
     ]
     rollouts = sample(pair, challenger, prompts, 1, **sampling)
     return grade(pair, challenger, rollouts, problems, drafts.group, summaries)
@@ -146,8 +147,17 @@ def evaluate(pair: Pair, test, validation, policies: Sequence[str] = ("A", "B"),
     """
     directions = [("A", "B"), ("B", "A")] if len(policies) == 2 else [(policies[0], policies[0])]
 
-    zero, untrained = cascade(pair, test, None, None, **sampling)  # adapters off: the bare base
-    rows = [table_row("zero-shot", zero), table_row("untrained cascade", zero, untrained)]
+    rows = []
+    if pair.rival:  # two bases: each alone, and the untrained cascade both ways
+        bare = {"A": pair, "B": pair.rival}
+        zero = {name: draft_stage(half, None, test, **sampling) for name, half in bare.items()}
+        rows += [table_row(f"zero-shot {name}", zero[name]) for name in bare]
+        for d, c in directions:
+            challenged = challenge_stage(bare[c], None, test, zero[d], **sampling)
+            rows.append(table_row(f"untrained {d}>{c}", zero[d], challenged))
+    else:
+        zero, untrained = cascade(pair, test, None, None, **sampling)  # adapters off: the bare base
+        rows += [table_row("zero-shot", zero), table_row("untrained cascade", zero, untrained)]
     results = []
     for drafter, challenger in directions:
         drafts, challenges = cascade(pair, test, drafter, challenger, **sampling)
@@ -286,7 +296,8 @@ def load_run(folder: Path) -> tuple[dict, Pair]:
     except (ValueError, TypeError, RecursionError) as error:  # not UTF-8, not JSON, not an object
         raise ValueError(f"{path} is damaged: {error}") from error
     tasks, files = ("congruence", *reward.SOURCES), reward.ENDINGS
-    usable = {"base": lambda v: isinstance(v, str)}
+    config.setdefault("model_b", "")  # runs from before there were two bases
+    usable = dict.fromkeys(("base", "model_b"), lambda v: isinstance(v, str))
     usable |= {"task": lambda v: isinstance(v, str) and (v in tasks or Path(v).suffix.lower() in files)}
     usable |= {"method": lambda v: v in ("agon", "coop", "grpo"), "four_bit": lambda v: isinstance(v, bool)}
     usable |= dict.fromkeys(("max_tokens", "rollout_rows", "threads"), lambda v: type(v) is int and 0 < v < 10**6)
@@ -296,7 +307,7 @@ def load_run(folder: Path) -> tuple[dict, Pair]:
     if bad:
         raise ValueError(f"{path} has no usable value for {', '.join(bad)}; is it from agon.py?")
     torch.set_num_threads(config["threads"])  # as in training, so that the same seed gives the same samples
-    return config, load_pair(config["base"], folder, four_bit=config["four_bit"])
+    return config, load_pair(config["base"], folder, model_b=config["model_b"], four_bit=config["four_bit"])
 
 
 def load_split(config: dict, split: str) -> list[Problem]:

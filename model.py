@@ -1,4 +1,5 @@
-"""One frozen base, two LoRA adapters A and B, and the log-probabilities that the loss needs.
+"""A frozen base in 4-bit, two LoRA adapters A and B on it (or each on a base of its own), the log-probabilities that
+the loss needs, and what all of it takes of a card's memory, known before anything is loaded.
 
 Shape alphabet of the whole project: B rows, T tokens, P prompt, C longest completion, V vocabulary, N group, D width,
 M completion tokens of all rows together; a lower-case letter is one chunk or micro-batch of its upper case.
@@ -6,151 +7,296 @@ M completion tokens of all rows together; a lower-case letter is one chunk or mi
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import logging
 import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 # PEFT imports bitsandbytes, which reports at import that an optional CPU kernel is missing; 4-bit works without it.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in record.msg)
 
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    DynamicCache,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 ADAPTERS = ("A", "B")  # the two policies; also the names of their folders
 EMBEDDED = Path(__file__).resolve().parent / "tiny"  # the base called "tiny"
-LOGIT_BUDGET = 2**27  # floats of logits alive at once in token_logprobs: 512 MB in fp32, about 880 tokens at V = 151k
+LOGIT_BUDGET = 2**26  # floats of logits alive at once in token_logprobs: 256 MiB in fp32, about 440 tokens at V = 151k
 
 
-@dataclass
+@dataclass(eq=False)
 class Pair:
-    """Two policies on one base. `parameters[name]` holds adapter `name`'s tensors by name, fixed at creation: an
-    optimizer must never be built by filtering on requires_grad, which changes whenever an adapter is activated."""
+    """The policies that stand on one base. With two bases each is a Pair of one policy, and `rival` is the other.
+
+    `parameters[name]` holds adapter `name`'s tensors by name, fixed at creation: an optimizer must never be built by
+    filtering on requires_grad, which changes whenever an adapter is activated.
+    """
 
     model: PeftModel
     tokenizer: object
     stop_ids: frozenset[int]  # every id that ends a turn; a completion keeps the one it stopped at
     parameters: dict[str, dict[str, torch.nn.Parameter]]
+    device: str = "cpu"  # where the active base computes
+    rival: Pair | None = field(default=None, repr=False)
+
+    def of(self, adapter: str | None) -> Pair:
+        """The Pair on whose base `adapter` stands: its model, tokenizer and stop ids. None is this Pair's bare base."""
+        return self if adapter is None or adapter in self.parameters else self.rival
 
     def activate(self, adapter: str | None, train: bool = False) -> PreTrainedModel:
         """The causal LM with exactly this adapter switched on (None: the bare base), ready to sample or to train.
 
         PEFT's set_adapter() also flips requires_grad of every adapter, and silently: so it is set by hand, last.
+        Gradient checkpointing acts in train mode alone: it would switch the KV cache off.
         """
+        pair = self.of(adapter)
         if adapter is None:
-            self.model.base_model.disable_adapter_layers()
+            pair.model.base_model.disable_adapter_layers()
         else:
-            self.model.base_model.enable_adapter_layers()
-            self.model.base_model.set_adapter(adapter)
-        for name, tensors in self.parameters.items():
-            for tensor in tensors.values():
-                tensor.requires_grad_(train and name == adapter)
-        self.model.train(train)
-        return self.model.get_base_model()
+            pair.model.base_model.enable_adapter_layers()
+            pair.model.base_model.set_adapter(adapter)
+        for half in [pair, pair.rival] if pair.rival else [pair]:
+            for name, tensors in half.parameters.items():
+                for tensor in tensors.values():
+                    tensor.requires_grad_(train and name == adapter)
+        if pair.rival:  # two bases take turns on the card
+            pair.rival.model.to("cpu")
+            pair.model.to(pair.device)
+        pair.model.train(train)
+        return pair.model.get_base_model()
 
     def save(self, folder: Path) -> None:
         """Write folder/A and folder/B, two plain PEFT folders."""
-        self.model.save_pretrained(folder, selected_adapters=list(ADAPTERS))
+        for half in [self, self.rival] if self.rival else [self]:
+            half.model.save_pretrained(folder, selected_adapters=list(half.parameters))
+
+
+def is_embedded(base: str | Path) -> bool:
+    return base == "tiny" or Path(base).resolve() == EMBEDDED
+
+
+def default_device(base: str | Path) -> str:
+    """cuda, else Apple's mps, else cpu. The embedded base is too small for mps to pay."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() and not is_embedded(base) else "cpu"
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError with one line where PyTorch cannot compute on `device`."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        why = "has no CUDA device that it can use" if torch.version.cuda else "is installed without CUDA"
+        raise ValueError(f"--device {device}: PyTorch here {why}; try --device cpu")
+    if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
+        raise ValueError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, from cuda:0 on")
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("--device mps: only Apple's processors have it; try --device cpu")
+
+
+def default_four_bit(base: str | Path, device: str) -> bool:
+    """4-bit is what makes a real model fit a consumer card. It saves memory, not time."""
+    return device.startswith("cuda") and not is_embedded(base)
 
 
 def load_pair(
     base: str | Path,
     run: Path | None = None,
     *,
+    model_b: str | Path | None = None,
     rank: int = 16,
     alpha: int = 32,
     b_init_std: float = 1e-3,
-    four_bit: bool = False,
+    four_bit: bool | None = None,
+    checkpointing: bool = False,
     device: str | None = None,
+    meta: bool = False,
     seed: int = 0,
 ) -> Pair:
-    """Load a base (hub id or folder) in 4-bit or its own dtype (fp32 on CPU), with fresh adapters or those of `run`.
+    """Load a base (hub id or folder) with fresh adapters A and B, or those of `run`; with `model_b`, B on that base.
 
     A starts as PEFT's standard init (lora_B = 0: the base itself), B with lora_B drawn from N(0, b_init_std^2), so
     the two differ from step 0 (METHOD, "The two policies"). Adapters are fp32 whatever the base is in.
-    Raises ValueError with one line for a base or an adapter that cannot be read.
+    device None: `default_device`. four_bit None: `default_four_bit`. checkpointing: recompute each layer in the
+    backward pass. meta: from the config file alone, without weights, for `estimate` of that device.
+    Raises ValueError with one line for a base or an adapter that cannot be read, or that the device cannot hold.
     """
+    device = device or default_device(base)
+    if not meta:
+        check_device(device)
+    torch.manual_seed(seed)  # before the adapters exist, or lora_A would differ between runs of one seed
+    halves = []
+    for one, names in [(base, ADAPTERS)] if not model_b else [(base, ("A",)), (model_b, ("B",))]:
+        quantize = default_four_bit(one, device) if four_bit is None else four_bit
+        model, tokenizer = load_base(one, quantize, device, meta)
+        peft_model, parameters = add_adapters(model, names, run, rank, alpha, b_init_std)
+        if checkpointing:  # the non-reentrant kind: the reentrant one gives a frozen base's adapters no gradient
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})  # transformers 5.24 renamed it
+        stops = frozenset() if tokenizer is None else stop_ids(model, tokenizer)
+        halves.append(Pair(peft_model, tokenizer, stops, parameters, "meta" if meta else device))
+        if model_b and not meta:
+            peft_model.to("cpu")  # until its turn
+    halves[0].rival, halves[-1].rival = (halves[1], halves[0]) if model_b else (None, None)
+    for name in ADAPTERS:  # what must be true after every load, or a policy would silently never learn
+        half = halves[0].of(name)
+        half.activate(name, train=True)
+        assert all(p.requires_grad and p.dtype == torch.float32 for p in half.parameters[name].values()), name
+        assert sum(p.requires_grad for p in half.model.parameters()) == len(half.parameters[name]) > 0, name
+    return halves[0]
+
+
+def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tuple[PreTrainedModel, object]:
+    """(frozen causal LM in evaluation mode, its tokenizer); meta: without weights, and without tokenizer."""
     base = EMBEDDED if base == "tiny" else base
     if str(base).count("/") != 1 and not Path(base).is_dir():  # a hub id has exactly one slash
         raise ValueError(f"no base model folder {str(base)!r} (give a folder, a hub id owner/name, or 'tiny')")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    # bf16 compute is slow on CPUs, and fp32 there makes every equality test meaningful.
-    dtype = torch.float32 if device == "cpu" else "auto"
+    if four_bit and importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError("4-bit needs the package bitsandbytes: pip install bitsandbytes, or say --no-4bit")
+    if four_bit and device == "mps":
+        raise ValueError("4-bit does not run on Apple's mps here: say --no-4bit, or --device cpu")
+    # fp32 on CPU, where bf16 is slow, and where it makes every equality test meaningful.
+    dtype = torch.float32 if device == "cpu" or is_embedded(base) else torch.bfloat16
     quantization = None
-    if four_bit:
-        compute = torch.float32 if device == "cpu" else torch.bfloat16  # bitsandbytes' own default is fp32: slow on GPU
+    if four_bit and not meta:
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=compute,
+            bnb_4bit_compute_dtype=dtype,  # bitsandbytes' own default is fp32: slow on a GPU
         )
-    # Noise beside our own output, silenced by name: "Loading weights" bars, and PEFT using a renamed attribute.
-    transformers_logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    silence_third_parties(device)
     try:
+        config = AutoConfig.from_pretrained(base)
+        if config.model_type == "gemma4":  # text alone: its towers for images and sound would fill the card for nothing
+            config.vision_config = config.audio_config = None
+            ignored = [r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\."]  # or each tensor is reported
+            transformers.Gemma4ForConditionalGeneration._keys_to_ignore_on_load_unexpected = ignored
+        if meta:
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+            for module in model.modules():
+                if four_bit and type(module) is torch.nn.Linear and module is not model.get_output_embeddings():
+                    module.__class__ = FourBitStandIn
+            return model, None
         tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
         model = AutoModelForCausalLM.from_pretrained(
-            base, dtype=dtype, device_map={"": device}, quantization_config=quantization
+            base, config=config, dtype=dtype, device_map={"": device}, quantization_config=quantization
         )
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{base} does not fit this card: choose a smaller base; --estimate says what fits") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, SafetensorError) as error:
         raise ValueError(f"cannot load the base model {str(base)!r}: {first_line(error)}") from error
     if not tokenizer.encode("1", add_special_tokens=False):  # what the loader makes of a folder without tokenizer.json
         raise ValueError(f"the tokenizer of {str(base)!r} knows no tokens; is tokenizer.json missing?")
     if tokenizer.chat_template is None:
         raise ValueError(f"{str(base)!r} has no chat template; Agon's prompts need an instruction-tuned model")
-
     # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first inference for a kernel that has no
     # backward: after sampling once, gradients would stop at every frozen layer, without an error.
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+    return model, tokenizer
 
-    # PeftModel.from_pretrained would freeze what it loads and ignore missing keys: so both adapters are built first,
-    # and a saved file must fill exactly the tensors that are there.
+
+def silence_third_parties(device: str) -> None:
+    """Noise beside our own output, silenced by name."""
+    transformers_logging.disable_progress_bar()  # "Loading weights"
+    for text in (
+        "`is_gradient_checkpointing` is deprecated",  # PEFT using a renamed attribute of transformers
+        "`gradient_checkpointing_enable` is deprecated",
+    ):
+        warnings.filterwarnings("ignore", message=text, category=FutureWarning)
+    hub = logging.getLogger("huggingface_hub.utils._http")  # without a network: ten lines of retries, then the error
+    hub.addFilter(lambda record: "thrown while requesting" not in record.msg and "Retrying in" not in record.msg)
+    if not device.startswith("cuda"):  # Qwen3.5's kernels that exist for CUDA alone; there the advice is worth reading
+        kernels = logging.getLogger("transformers.integrations.hub_kernels")
+        kernels.addFilter(lambda record: "is falling back to its reference" not in record.msg)
+
+
+def add_adapters(model: PreTrainedModel, names: Sequence[str], run, rank: int, alpha: int, b_init_std: float):
+    """Put fresh adapters `names` on the base, then fill them from `run`, if given -> (PeftModel, their tensors).
+
+    PeftModel.from_pretrained would freeze what it loads and ignore missing keys: so the adapters are built first, and
+    a saved file must fill exactly the tensors that are there.
+    """
     configs = {
-        name: LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", lora_dropout=0.0) for name in ADAPTERS
+        name: LoraConfig(r=rank, lora_alpha=alpha, target_modules=lora_targets(model), lora_dropout=0.0)
+        for name in names
     }
     if run is not None:
-        configs = {name: read_adapter_config(run / name) for name in ADAPTERS}
-    torch.manual_seed(seed)  # before the adapters exist, or lora_A would differ between runs of one seed
+        configs = {name: read_adapter_config(run / name) for name in names}
     try:
-        peft_model = get_peft_model(model, configs["A"], adapter_name="A")
-        peft_model.add_adapter("B", configs["B"])
+        peft_model = get_peft_model(model, configs[names[0]], adapter_name=names[0])
+        for name in names[1:]:
+            peft_model.add_adapter(name, configs[name])
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, re.error) as error:
         raise ValueError(
             f"cannot put the adapters of {run or 'a new pair'} on the base: {first_line(error)}"
         ) from error
     parameters = {
         name: {key: p for key, p in peft_model.named_parameters() if f".{name}." in key and "lora_" in key}
-        for name in ADAPTERS
+        for name in names
     }
-    if run is None:
+    if run is not None:
+        for name in names:
+            load_adapter(peft_model, name, run / name)
+    elif "B" in names:
         with torch.no_grad():
             for key, p in parameters["B"].items():
                 if "lora_B" in key:
                     p.normal_(0.0, b_init_std)
-    else:
-        for name in ADAPTERS:
-            load_adapter(peft_model, name, run / name)
-    assert all(p.dtype == torch.float32 for tensors in parameters.values() for p in tensors.values())
-    assert len(parameters["A"]) == len(parameters["B"]) > 0
-    return Pair(peft_model, tokenizer, stop_ids(model, tokenizer), parameters)
+    assert len({len(tensors) for tensors in parameters.values()}) == 1
+    return peft_model, parameters
+
+
+def lora_targets(model: PreTrainedModel) -> str:
+    """A pattern for every linear layer of the text decoder, for PEFT's target_modules.
+
+    PEFT's own "all-linear" would also adapt the towers for images and sound of a multimodal base, which never see a
+    gradient here; and a saved list of bare names would, when the folder is loaded on the whole model.
+    """
+    decoder = model.get_decoder()
+    (prefix,) = [name for name, module in model.named_modules() if module is decoder]
+    linear = {name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, torch.nn.Linear)}
+    return rf"{re.escape(prefix)}\.(?:.+\.)?(?:{'|'.join(sorted(linear))})"
 
 
 def stop_ids(model: PreTrainedModel, tokenizer) -> frozenset[int]:
-    """Union of the end-of-turn ids of tokenizer, config and generation config: each family hides one elsewhere."""
+    """Every id that ends a turn: each family hides one elsewhere.
+
+    Gemma's tokenizer names <eos>, its generation config the end of a turn; Qwen3.5's config names <|endoftext|> alone.
+    Where no file names it, the chat template shows it: it is the special token after an assistant's words.
+    """
     found: set[int] = set()
-    for source in (tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id):
-        found.update([source] if isinstance(source, int) else source or [])
+    configs = (model.config, model.config.get_text_config(), model.generation_config)
+    for source in (tokenizer, *configs):
+        ids = getattr(source, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "words"}]
+    tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("words")[2]
+    after = tokenizer.encode(tail, add_special_tokens=False)[:1]
+    found.update(set(after) & set(tokenizer.all_special_ids))
     if not found:
         raise ValueError("the model names no end-of-turn id; its completions would never stop")
     return frozenset(found)
@@ -215,30 +361,218 @@ def token_logprobs(
     for i, (p, c) in enumerate(zip(prompts, completions, strict=True)):
         ids[i, : len(p) + len(c)] = torch.tensor([*p, *c])
         predicts[i, len(p) - 1 : len(p) + len(c) - 1] = True  # logits at t score token t + 1: hence the - 1
-    targets = torch.cat([torch.tensor(c, dtype=torch.long) for c in completions]).to(model.device)  # (M,)
+    positions = predicts.flatten().nonzero()[:, 0].to(model.device)  # (M,) row-major
+    targets = torch.cat([torch.tensor(c, dtype=torch.long) for c in completions]).to(model.device)  # (M,) likewise
 
-    hidden = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state  # (B, T, D)
-    hidden = hidden[predicts.to(model.device)]  # (M, D), row-major, the order of `targets`
-    head = model.get_output_embeddings()
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma bends its logits
-
-    def score(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = head(hidden).float()  # (m, V)
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits / temperature
-        return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)  # (m,)
-
+    hidden = model.get_decoder()(input_ids=ids.to(model.device), use_cache=False).last_hidden_state  # (B, T, D)
+    hidden = hidden.flatten(0, 1)[positions]  # (M, D)
     size = max(1, logit_budget // model.config.get_text_config().vocab_size)  # tokens per chunk
     if len(targets) <= size:
-        flat = score(hidden, targets)  # (M,)
+        flat = score(model, hidden, targets, temperature)  # (M,)
     else:
-        flat = torch.cat(
-            [
-                checkpoint(score, h, t, use_reentrant=False)
-                for h, t in zip(hidden.split(size), targets.split(size), strict=True)
-            ]
-        )  # (M,)
+        chunks = zip(hidden.split(size), targets.split(size), strict=True)
+        flat = torch.cat([checkpoint(score, model, h, t, temperature, use_reentrant=False) for h, t in chunks])  # (M,)
     in_completion = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (B, C) masks come from lengths
-    out = flat.new_zeros(len(prompts), max(lengths))  # (B, C)
-    return out.masked_scatter(in_completion.to(model.device), flat)
+    out = flat.new_zeros(in_completion.numel())  # (B * C,)
+    return out.index_put((in_completion.flatten().nonzero()[:, 0].to(model.device),), flat).view(in_completion.shape)
+
+
+def score(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+    """log pi of each target, from the decoder's hidden state one position before it: (m, D), (m,) -> (m,) float32."""
+    logits = model.get_output_embeddings()(hidden).float()  # (m, V)
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma bends its logits
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits / temperature
+    return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)  # (m,)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Memory, known before the run: the real model code on PyTorch's "meta" device, where tensors have a shape but no data.
+# That counts what any family keeps for its backward pass without a formula for each.
+
+
+class PeakMemory(TorchDispatchMode):
+    """While active: `now`, the bytes of meta tensors made since and still alive, and `peak`, the most there were."""
+
+    def __init__(self, existing: Sequence[torch.Tensor]):
+        super().__init__()
+        self.now = self.peak = 0
+        self.known = {t.untyped_storage()._cdata for t in existing}  # counted elsewhere; views of them are free
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:  # "is any token masked?": there is no data to look at
+            return True
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known:
+                    self.known.add(storage._cdata)
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.free, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def free(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """On "meta", PyTorch would write the (B, heads, T, T) attention scores out; every real device has a fused kernel.
+
+    A patch, not a TorchFunctionMode: those are not in force while the backward pass recomputes a layer.
+    """
+    functional, fused = torch.nn.functional, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    original = functional.scaled_dot_product_attention
+
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if enable_gqa:
+            k, v = (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))  # the shape that counts, without a copy
+        return fused(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+
+    functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
+
+
+class WrittenOut(torch.autograd.Function):
+    """The product with a 4-bit weight: written out in full for the moment, forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x @ torch.empty_like(weight).t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad @ torch.empty_like(ctx.saved_tensors[0]), None
+
+
+class FourBitStandIn(torch.nn.Linear):
+    """bitsandbytes' Linear4bit as memory sees it: 4 bits a weight, a byte of scale per 64, an fp32 per 256 of those."""
+
+    BYTES = 1 / 2 + 1 / 64 + 4 / (64 * 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = WrittenOut.apply(x, self.weight).clone()  # PEFT clones here too
+        return out if self.bias is None else out + self.bias
+
+
+@dataclass
+class Memory:
+    """Bytes of the device that a step takes, from `estimate`. Sampling and update take turns: the larger one counts."""
+
+    weights: int  # the base
+    adapters: int
+    optimizer: int  # AdamW's two moments of both adapters, and the gradients of one
+    kv_cache: int  # of all rows that decode at once, at their full length
+    decoding: int  # the rest of sampling: prefill, or one token's activations and probabilities
+    activations: int  # of one micro-batch, beside the logits
+    logits: int  # one chunk of them, and its gradient
+
+    @property
+    def sampling(self) -> int:
+        return self.kv_cache + self.decoding
+
+    @property
+    def update(self) -> int:
+        return self.activations + self.logits
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.adapters + self.optimizer + max(self.sampling, self.update)
+
+
+def nbytes(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def base_bytes(pair: Pair) -> int:
+    quantized = {m.weight: m for m in pair.model.modules() if isinstance(m, FourBitStandIn)}
+    frozen = [p for name, p in pair.model.named_parameters() if ".lora_" not in name]  # tied weights come once
+    return int(sum(p.numel() * (FourBitStandIn.BYTES if p in quantized else p.element_size()) for p in frozen))
+
+
+@lru_cache  # a plan asks again
+def sampling_memory(pair: Pair, adapter: str, rows: int, prompt: int, completion: int, choose: Callable):
+    """(bytes of the KV cache, bytes beside it) when `rows` rows with different prompts decode their last token."""
+    model, cache = pair.activate(adapter), DynamicCache(config=pair.model.config)
+
+    def forward(new: int) -> torch.Tensor:
+        ids = torch.zeros(rows, new, dtype=torch.long, device="meta")  # (B, new)
+        seen = torch.ones(rows, cache.get_seq_length() + new, dtype=torch.long, device="meta")  # (B, T)
+        arguments = {"attention_mask": seen, "position_ids": ids, "logits_to_keep": 1, cache_argument(model): cache}
+        return model(input_ids=ids, use_cache=True, **arguments).logits[:, -1]  # (B, V)
+
+    with torch.no_grad(), PeakMemory([*model.parameters(), *model.buffers()]) as memory, fused_attention():
+        logits = forward(prompt)  # (B, V)
+        cache.reorder_cache(torch.zeros(rows, dtype=torch.long, device="meta"))
+        prefill = memory.peak
+        if completion > 1:
+            forward(completion - 1)  # at once: the cache it leaves counts, not what it took to get there
+        kv_cache = memory.now - logits.nbytes
+        memory.peak = memory.now
+        logits = forward(1)  # (B, V)
+        choose(logits, torch.zeros(rows, dtype=torch.float64, device="meta"))
+    return kv_cache, max(prefill, memory.peak) - kv_cache
+
+
+@lru_cache
+def update_memory(pair: Pair, adapter: str, rows: int, prompt: int, completion: int) -> tuple[int, int]:
+    """(bytes of activations, bytes of one chunk of logits) of one micro-batch, forward and backward."""
+    model, text = pair.activate(adapter, train=True), pair.model.config.get_text_config()
+    gradients = [torch.zeros_like(p) for p in pair.parameters[adapter].values()]  # there from the second micro-batch on
+    for p, gradient in zip(pair.parameters[adapter].values(), gradients, strict=True):
+        p.grad = gradient
+    existing = [*model.parameters(), *model.buffers(), *gradients]
+    size = min(rows * completion, max(1, LOGIT_BUDGET // text.vocab_size))  # tokens per chunk
+    hidden = torch.zeros(size, text.hidden_size, dtype=model.dtype, device="meta", requires_grad=True)  # (m, D)
+    with PeakMemory([*existing, hidden]) as logits:
+        score(model, hidden, torch.zeros(size, dtype=torch.long, device="meta"), 1.0).sum().backward()
+    with PeakMemory(existing) as memory, fused_attention():
+        token_logprobs(model, [[0] * prompt] * rows, [[0] * completion] * rows).sum().backward()
+    return max(0, memory.peak - logits.peak), logits.peak
+
+
+def free_memory(device: str) -> int:
+    """Bytes that the device has free. Raises ValueError where PyTorch cannot tell."""
+    if device.startswith("cuda") and torch.cuda.is_available():
+        return torch.cuda.mem_get_info(device)[0]
+    if device == "mps" and torch.backends.mps.is_available():
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    if device == "cpu" and Path("/proc/meminfo").exists():
+        return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
+    raise ValueError(f"how much memory {device} has free is not known here: say --memory GB")
+
+
+def peak_memory(device: str) -> int | None:
+    """Most bytes in use so far: on CUDA those of our tensors, on a Linux CPU all of the process; None: not known."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device)
+    if device == "cpu" and Path("/proc/self/status").exists():
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    return None
+
+
+def estimate(pair: Pair, rows: int, micro_rows: int, prompt: int, completion: int, choose: Callable) -> Memory:
+    """Memory of one step of `pair`, which load_pair(..., meta=True) built; with two bases, of the turn that takes more.
+
+    rows decode at once, micro_rows go through one forward and backward; prompt and completion are the tokens of the
+    longest row. choose(logits (B, V), noise (B,)) picks tokens as the sampler does. Not counted: the driver's own
+    context, some hundred MB on a GPU, and the gaps that PyTorch's allocator leaves.
+    """
+    moments = 2 * sum(nbytes(pair.of(name).parameters[name].values()) for name in ADAPTERS)
+    turns = []
+    for name in ADAPTERS if pair.rival else ("A",):
+        half = pair.of(name)
+        kv_cache, decoding = sampling_memory(half, name, rows, prompt, completion, choose)
+        activations, logits = update_memory(half, name, micro_rows, prompt, completion)
+        adapters = sum(nbytes(tensors.values()) for tensors in half.parameters.values())
+        optimizer = moments + nbytes(half.parameters[name].values())
+        turns.append(Memory(base_bytes(half), adapters, optimizer, kv_cache, decoding, activations, logits))
+    return max(turns, key=lambda memory: memory.total)

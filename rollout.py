@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache
 
 from model import Pair, cache_argument
-from reward import THINK_CLOSE, extract_answer, math_equal, rational
+from reward import THINK_CLOSE, THINK_OPEN, extract_answer, math_equal, rational
 
 # ---------------------------------------------------------------------------------------------------------------
 # Prompts. Both open with the problem, so the N challenges of one problem share a long prefix
@@ -51,10 +51,24 @@ def challenge_prompt(tokenizer, question: str, summary: str) -> list[int]:
 
 
 def chat_ids(tokenizer, content: str) -> list[int]:
+    """Ids of one user turn through the family's own chat template, thinking on, with the assistant to speak.
+
+    A template ignores the switches that it does not know. Llama 3.2 would write today's date: prompts, and with them
+    the noise that is keyed by their ids, would change overnight.
+    """
     text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        [{"role": "user", "content": content}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=True,
+        date_string="26 Jul 2024",
     )
     return tokenizer.encode(text, add_special_tokens=False)  # the template wrote its BOS already; a second one hurts
+
+
+def opens_thought(tokenizer, prompt: Sequence[int]) -> bool:
+    """Does the prompt end with an opening think tag, so that no completion will hold one? (Qwen3.5 does, Qwen3 not.)"""
+    return tokenizer.decode(prompt[-8:], skip_special_tokens=False).rstrip().endswith(THINK_OPEN)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -498,11 +512,18 @@ class Rollouts:
     logprobs: list[list[float]]
 
     def texts(self, pair: Pair) -> list[str]:
-        """Decoded completions without their end-of-turn id. Tags survive; text after the end was never sampled."""
-        return [
-            pair.tokenizer.decode(c[:-1] if f else c, skip_special_tokens=False)
-            for c, f in zip(self.completions, self.finished, strict=True)
-        ]
+        """Responses y as text, without their end-of-turn id, in one form for all families. Only for reading: what is
+        trained is the ids. An opening think tag that the template wrote stands before them; Gemma 4's own marks of a
+        thought, special tokens, are read as think tags. Text after the end was never sampled."""
+        tokenizer, texts = pair.tokenizer, []
+        opened = {p: opens_thought(tokenizer, p) for p in set(map(tuple, self.prompts))}
+        channels = "<channel|>" in tokenizer.all_special_tokens
+        for prompt, completion, finished in zip(self.prompts, self.completions, self.finished, strict=True):
+            text = tokenizer.decode(completion[:-1] if finished else completion, skip_special_tokens=False)
+            if channels:
+                text = text.replace("<|channel>thought", THINK_OPEN).replace("<channel|>", THINK_CLOSE)
+            texts.append(THINK_OPEN * opened[tuple(prompt)] + text)
+        return texts
 
 
 def row_noise(prompt: Sequence[int], k: int, steps: int, seed: int) -> np.ndarray:
@@ -519,6 +540,9 @@ def choose(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p:
     Inverse-CDF sampling: with the noise given, the choice is a plain function of the logits. temperature 0 is greedy.
     The log-prob is that of the tempered softmax before top-p cuts its tail.
     """
+    device = logits.device
+    if device.type == "mps":  # Apple's GPU has no float64
+        logits, noise = logits.cpu(), noise.cpu()
     logp = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # (B, V)
     if temperature == 0:
         token = logp.argmax(-1)  # (B,)
@@ -533,7 +557,7 @@ def choose(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p:
         # u * total below the total where rounding would reach it and point past the last token.
         target = noise.double() * cdf[:, -1] * (1 - 1e-12)  # (B,)
         token = torch.searchsorted(cdf, target[:, None], right=True)[:, 0]  # (B,)
-    return token, logp.gather(-1, token[:, None])[:, 0]
+    return token.to(device), logp.gather(-1, token[:, None])[:, 0].to(device)
 
 
 def check_finite(logits: torch.Tensor, rows: Sequence[int], step: int) -> None:
@@ -547,10 +571,11 @@ def check_finite(logits: torch.Tensor, rows: Sequence[int], step: int) -> None:
 def sample_naive(pair: Pair, adapter, prompts, n=1, *, max_tokens, temperature=1.0, top_p=1.0, seed=0) -> Rollouts:
     """The oracle: one row at a time, a full forward per token, no cache. Same arguments and result as `sample`."""
     model, seen, out = pair.activate(adapter), {}, Rollouts([], [], [], [])
+    stops = pair.of(adapter).stop_ids
     for prompt in [p for p in prompts for _ in range(n)]:
         k = seen[tuple(prompt)] = seen.get(tuple(prompt), -1) + 1
         noise, ids, logprobs = row_noise(prompt, k, max_tokens, seed), list(prompt), []
-        while len(logprobs) < max_tokens and not (logprobs and ids[-1] in pair.stop_ids):
+        while len(logprobs) < max_tokens and not (logprobs and ids[-1] in stops):
             logits = model(torch.tensor([ids], device=model.device), use_cache=False).logits[:, -1]  # (1, V)
             u = torch.tensor([noise[len(logprobs)]], device=model.device)  # (1,)
             token, logp = choose(logits, u, temperature, top_p)
@@ -558,7 +583,7 @@ def sample_naive(pair: Pair, adapter, prompts, n=1, *, max_tokens, temperature=1
             logprobs.append(logp.item())
         out.prompts.append(list(prompt))
         out.completions.append(ids[len(prompt) :])
-        out.finished.append(ids[-1] in pair.stop_ids)
+        out.finished.append(ids[-1] in stops)
         out.logprobs.append(logprobs)
     return out
 
@@ -595,11 +620,12 @@ def sample(
         count[tuple(prompt)] = numbers[-1] + 1
     order = sorted(range(rows), key=lambda r: (len(out.prompts[r]), out.prompts[r]))
     for at in range(0, rows, max_rows):
-        decode_batch(model, pair, out, order[at : at + max_rows], numbers, max_tokens, temperature, top_p, seed)
+        stops = pair.of(adapter).stop_ids
+        decode_batch(model, stops, out, order[at : at + max_rows], numbers, max_tokens, temperature, top_p, seed)
     return out
 
 
-def decode_batch(model, pair, out: Rollouts, batch, numbers, max_tokens, temperature, top_p, seed) -> None:
+def decode_batch(model, stop_ids, out: Rollouts, batch, numbers, max_tokens, temperature, top_p, seed) -> None:
     """Prefill and decode the rows `batch` of `out` (indices), filling in their completions."""
     device, cache_name = model.device, cache_argument(model)
     distinct = {p: i for i, p in enumerate(dict.fromkeys(tuple(out.prompts[r]) for r in batch))}  # one prefill each
@@ -628,8 +654,8 @@ def decode_batch(model, pair, out: Rollouts, batch, numbers, max_tokens, tempera
     logits, mask = logits[source], mask[source]  # (B, V), (B, P)
     position = mask.sum(-1)  # (B,) position of the row's next token
     noise = np.stack([row_noise(out.prompts[r], numbers[r], max_tokens, seed) for r in batch])
-    noise = torch.from_numpy(noise).to(device)  # (B, C)
-    stops = torch.tensor(sorted(pair.stop_ids), device=device)  # (S,) S stop ids
+    noise = torch.from_numpy(noise).to("cpu" if device.type == "mps" else device)  # (B, C)
+    stops = torch.tensor(sorted(stop_ids), device=device)  # (S,) S stop ids
     alive, live = list(batch), torch.ones(len(batch), dtype=torch.bool, device=device)  # rows of the tensors; (B,)
 
     # 3. Decode. Rows that stop are only marked; the tensors shrink when a quarter of them is dead weight, so that the
@@ -648,7 +674,8 @@ def decode_batch(model, pair, out: Rollouts, batch, numbers, max_tokens, tempera
         if left <= 0.75 * len(alive):
             keep = live.nonzero()[:, 0]  # (B',)
             cache.reorder_cache(keep)
-            token, mask, position, noise, live = token[keep], mask[keep], position[keep], noise[keep], live[keep]
+            token, mask, position, live = token[keep], mask[keep], position[keep], live[keep]
+            noise = noise[keep.to(noise.device)]
             alive = [alive[i] for i in keep.tolist()]
         mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)  # (B, P + step + 1) grown at every step
         logits = model(
@@ -660,4 +687,4 @@ def decode_batch(model, pair, out: Rollouts, batch, numbers, max_tokens, tempera
         ).logits[:, -1]  # (B, V)
         position = position + 1
     for r in batch:
-        out.finished[r] = out.completions[r][-1] in pair.stop_ids
+        out.finished[r] = out.completions[r][-1] in stop_ids

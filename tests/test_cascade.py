@@ -185,7 +185,7 @@ def made_up_evaluation(monkeypatch, hits: dict, policies=ADAPTERS) -> dict:
         return made_up_stage([0] * len(problems), adapter=drafter), stage
 
     monkeypatch.setattr(cascade, "cascade", outcome)
-    return evaluate(None, TEST, VALIDATION, policies)
+    return evaluate(SimpleNamespace(rival=None), TEST, VALIDATION, policies)
 
 
 def test_the_direction_is_picked_on_validation_and_not_on_test(monkeypatch):
@@ -590,8 +590,7 @@ def test_programs_are_graded_at_the_same_time_and_in_order(monkeypatch):
     monkeypatch.setattr(cascade.os, "cpu_count", lambda: 4)
     for kind, at_once in (("code", 4), ("math", 1)):
         most.clear()
-        stage = cascade.grade(
-            None, "A", SimpleNamespace(texts=lambda pair: texts), [Problem("q", "right", kind)], [0] * 4
-        )
+        pair, rollouts = SimpleNamespace(of=lambda adapter: None), SimpleNamespace(texts=lambda pair: texts)
+        stage = cascade.grade(pair, "A", rollouts, [Problem("q", "right", kind)], [0] * 4)
         assert stage.correct == [True, False, True, False]
         assert max(most) == at_once

@@ -130,8 +130,10 @@ def bigram_model(table: torch.Tensor):
     return SimpleNamespace(
         device=torch.device("cpu"),
         config=SimpleNamespace(get_text_config=lambda: text),
-        base_model=lambda input_ids, use_cache: SimpleNamespace(
-            last_hidden_state=torch.nn.functional.one_hot(input_ids, vocabulary).float()
+        get_decoder=lambda: (
+            lambda input_ids, use_cache: SimpleNamespace(
+                last_hidden_state=torch.nn.functional.one_hot(input_ids, vocabulary).float()
+            )
         ),
         get_output_embeddings=lambda: lambda hidden: (hidden @ table.float()).to(table.dtype),
     )
@@ -488,6 +490,20 @@ def test_four_bit_samples_and_trains_every_tensor(four_bit):
 # End-of-turn ids
 
 
+def stop_source(eos):
+    text = SimpleNamespace(eos_token_id=eos)
+    return SimpleNamespace(eos_token_id=eos, get_text_config=lambda: text)
+
+
+def plain_tokenizer(eos, special=()):
+    """Ids are characters; a turn ends with "#", which is special or not."""
+    template = lambda turns, tokenize: "".join(turn["content"] + "#" for turn in turns)  # noqa: E731
+    encode = lambda text, add_special_tokens: [ord(c) for c in text]  # noqa: E731
+    return SimpleNamespace(
+        eos_token_id=eos, apply_chat_template=template, encode=encode, all_special_ids=list(map(ord, special))
+    )
+
+
 @pytest.mark.parametrize(
     "tokenizer, config, generation, union",
     [
@@ -500,16 +516,28 @@ def test_four_bit_samples_and_trains_every_tensor(four_bit):
     ],
 )
 def test_stop_ids_are_the_union_of_all_three_places(tokenizer, config, generation, union):
-    model = SimpleNamespace(
-        config=SimpleNamespace(eos_token_id=config), generation_config=SimpleNamespace(eos_token_id=generation)
-    )
-    assert stop_ids(model, SimpleNamespace(eos_token_id=tokenizer)) == union
+    model = SimpleNamespace(config=stop_source(config), generation_config=SimpleNamespace(eos_token_id=generation))
+    assert stop_ids(model, plain_tokenizer(tokenizer)) == union
+
+
+def test_stop_ids_hold_those_of_a_nested_text_config():
+    """Qwen3.5 and Gemma 4 are multimodal: the language model's config lies inside."""
+    config = SimpleNamespace(eos_token_id=None, get_text_config=lambda: SimpleNamespace(eos_token_id=[5, 6]))
+    model = SimpleNamespace(config=config, generation_config=SimpleNamespace(eos_token_id=None))
+    assert stop_ids(model, plain_tokenizer(7)) == {5, 6, 7}
+
+
+def test_stop_ids_hold_the_special_token_that_the_template_ends_a_turn_with():
+    """A folder without generation_config.json would let Gemma talk on past <end_of_turn>."""
+    model = SimpleNamespace(config=stop_source(1), generation_config=SimpleNamespace(eos_token_id=1))
+    assert stop_ids(model, plain_tokenizer(1, special="#")) == {1, ord("#")}
+    assert stop_ids(model, plain_tokenizer(1)) == {1}, "an ordinary character is no end of turn"
 
 
 def test_a_model_that_could_never_stop_is_refused():
-    nothing = SimpleNamespace(eos_token_id=None)
+    model = SimpleNamespace(config=stop_source(None), generation_config=SimpleNamespace(eos_token_id=None))
     with pytest.raises(ValueError, match="end-of-turn"):
-        stop_ids(SimpleNamespace(config=nothing, generation_config=nothing), nothing)
+        stop_ids(model, plain_tokenizer(None))
 
 
 # ---------------------------------------------------------------------------------------------------------------

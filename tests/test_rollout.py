@@ -544,7 +544,7 @@ def test_a_token_of_probability_zero_or_beyond_top_p_is_never_chosen(logits, u, 
 class LetterTokenizer:
     """One id per character, and a template that writes its BOS itself, as those of Llama and Gemma do."""
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt, enable_thinking, date_string):
         assert [m["role"] for m in messages] == ["user"] and not tokenize and add_generation_prompt
         return "\x01" + messages[0]["content"] + "\x02"
 
