@@ -29,7 +29,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -352,7 +351,7 @@ def token_logprobs(
     dividing by any other would score a policy that nobody sampled from. top-p is not mirrored (as in TRL).
 
     The full (B, T, V) logits never exist: only hidden states that predict a completion token reach the LM head, in
-    chunks whose logits are computed again in the backward pass.
+    chunks.
     """
     lengths = [len(c) for c in completions]
     width = max(len(p) + len(c) for p, c in zip(prompts, completions, strict=True))
@@ -366,25 +365,51 @@ def token_logprobs(
 
     hidden = model.get_decoder()(input_ids=ids.to(model.device), use_cache=False).last_hidden_state  # (B, T, D)
     hidden = hidden.flatten(0, 1)[positions]  # (M, D)
-    size = max(1, logit_budget // model.config.get_text_config().vocab_size)  # tokens per chunk
-    if len(targets) <= size:
-        flat = score(model, hidden, targets, temperature)  # (M,)
-    else:
-        chunks = zip(hidden.split(size), targets.split(size), strict=True)
-        flat = torch.cat([checkpoint(score, model, h, t, temperature, use_reentrant=False) for h, t in chunks])  # (M,)
+    flat = head_logprobs(model, hidden, targets, temperature, logit_budget)  # (M,)
     in_completion = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (B, C) masks come from lengths
     out = flat.new_zeros(in_completion.numel())  # (B * C,)
     return out.index_put((in_completion.flatten().nonzero()[:, 0].to(model.device),), flat).view(in_completion.shape)
 
 
-def score(model: PreTrainedModel, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
-    """log pi of each target, from the decoder's hidden state one position before it: (m, D), (m,) -> (m,) float32."""
-    logits = model.get_output_embeddings()(hidden).float()  # (m, V)
-    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma bends its logits
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits / temperature
-    return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)  # (m,)
+def head_logprobs(model: PreTrainedModel, hidden, targets, temperature: float, logit_budget: int = LOGIT_BUDGET):
+    """log pi of each target from the decoder's hidden state one position before it, in chunks: (M, D), (M,) -> (M,)."""
+    text = model.config.get_text_config()
+    softcap = getattr(text, "final_logit_softcapping", None)  # Gemma bends its logits
+    size = max(1, logit_budget // text.vocab_size)  # tokens per chunk
+    return HeadLogprobs.apply(hidden, targets, model.get_output_embeddings(), temperature, softcap, size)
+
+
+class HeadLogprobs(torch.autograd.Function):
+    """From hidden states to log-probs through a frozen LM head, one chunk of logits alive at a time.
+
+    z = head(h) / temperature, log pi = z_t - logsumexp(z). One token's log-prob depends on its own hidden state alone,
+    so its gradient is one vector of D numbers, W^T (onehot_t - softmax(z)) / temperature. Taken while the chunk's logits
+    are there, it spares the backward pass both the logits and computing them again.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, targets, head, temperature: float, softcap: float | None, size: int):
+        logprobs, slopes = [], []
+        for h, t in zip(hidden.split(size), targets.split(size), strict=True):
+            logits = head(h).float()  # (m, V)
+            if softcap:
+                logits = logits.div_(softcap).tanh_().mul_(softcap)
+            logits = logits.div_(temperature)
+            normalizer = logits.logsumexp(-1, keepdim=True)  # (m, 1)
+            logprobs.append((logits.gather(-1, t[:, None]) - normalizer)[:, 0])  # (m,)
+            if ctx.needs_input_grad[0]:
+                bend = 1 - (logits * (temperature / softcap)) ** 2 if softcap else 1.0  # (m, V) slope of the soft cap
+                slope = logits.sub_(normalizer).exp_().neg_()  # (m, V) -softmax
+                slope.scatter_add_(-1, t[:, None], torch.ones_like(normalizer))
+                slope = slope.mul_(bend).div_(temperature).to(h.dtype)
+                slopes.append(slope @ head.weight)  # (m, D)
+        ctx.save_for_backward(*slopes)
+        return torch.cat(logprobs)  # (M,)
+
+    @staticmethod
+    def backward(ctx, gradient):  # (M,)
+        slope = torch.cat(ctx.saved_tensors)  # (M, D)
+        return (gradient[:, None] * slope).to(slope.dtype), None, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -533,7 +558,7 @@ def update_memory(pair: Pair, adapter: str, rows: int, prompt: int, completion: 
     size = min(rows * completion, max(1, LOGIT_BUDGET // text.vocab_size))  # tokens per chunk
     hidden = torch.zeros(size, text.hidden_size, dtype=model.dtype, device="meta", requires_grad=True)  # (m, D)
     with PeakMemory([*existing, hidden]) as logits:
-        score(model, hidden, torch.zeros(size, dtype=torch.long, device="meta"), 1.0).sum().backward()
+        head_logprobs(model, hidden, torch.zeros(size, dtype=torch.long, device="meta"), 1.0).sum().backward()
     with PeakMemory(existing) as memory, fused_attention():
         token_logprobs(model, [[0] * prompt] * rows, [[0] * completion] * rows).sum().backward()
     return max(0, memory.peak - logits.peak), logits.peak
