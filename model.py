@@ -189,6 +189,7 @@ def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tupl
         config = AutoConfig.from_pretrained(base)
         if config.model_type == "gemma4":  # text alone: its towers for images and sound would fill the card for nothing
             config.vision_config = config.audio_config = None
+            config.image_token_id = config.video_token_id = config.audio_token_id = -1  # a text may spell them
             ignored = [r"model\.(vision_tower|audio_tower|embed_vision|embed_audio)\."]  # or each tensor is reported
             transformers.Gemma4ForConditionalGeneration._keys_to_ignore_on_load_unexpected = ignored
         if meta:
@@ -199,8 +200,13 @@ def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tupl
                     module.__class__ = FourBitStandIn
             return model, None
         tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
-        model = AutoModelForCausalLM.from_pretrained(
-            base, config=config, dtype=dtype, device_map={"": device}, quantization_config=quantization
+        model, report = AutoModelForCausalLM.from_pretrained(
+            base,
+            config=config,
+            dtype=dtype,
+            device_map={"": device},
+            quantization_config=quantization,
+            output_loading_info=True,
         )
     except torch.OutOfMemoryError as error:
         raise ValueError(f"{base} does not fit this card: choose a smaller base; --estimate says what fits") from error
@@ -210,6 +216,10 @@ def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tupl
         raise ValueError(f"the tokenizer of {str(base)!r} knows no tokens; is tokenizer.json missing?")
     if tokenizer.chat_template is None:
         raise ValueError(f"{str(base)!r} has no chat template; Agon's prompts need an instruction-tuned model")
+    if report["missing_keys"]:  # transformers fills them with noise, and only reports it
+        raise ValueError(f"{str(base)!r} lacks weights of its model, {min(report['missing_keys'])} among them")
+    if not all(getattr(module, "is_causal", True) for module in model.get_decoder().modules()):
+        raise ValueError(f"{str(base)!r} is no causal language model: its tokens see those that come after them")
     # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first inference for a kernel that has no
     # backward: after sampling once, gradients would stop at every frozen layer, without an error.
     for module in model.modules():
@@ -383,26 +393,31 @@ class HeadLogprobs(torch.autograd.Function):
     """From hidden states to log-probs through a frozen LM head, one chunk of logits alive at a time.
 
     z = head(h) / temperature, log pi = z_t - logsumexp(z). One token's log-prob depends on its own hidden state alone,
-    so its gradient is one vector of D numbers, W^T (onehot_t - softmax(z)) / temperature. Taken while the chunk's logits
-    are there, it spares the backward pass both the logits and computing them again.
+    so its gradient is one vector of D numbers, W^T (onehot_t - softmax(z)) / temperature. Taken while the logits of the
+    chunk are there, it spares the backward pass both keeping them and computing them again.
     """
 
     @staticmethod
     def forward(ctx, hidden, targets, head, temperature: float, softcap: float | None, size: int):
-        logprobs, slopes = [], []
+        logprobs, slopes, logits = [], [], None
         for h, t in zip(hidden.split(size), targets.split(size), strict=True):
+            del logits  # the last chunk's, before this one's: everything below works in place
             logits = head(h).float()  # (m, V)
             if softcap:
-                logits = logits.div_(softcap).tanh_().mul_(softcap)
+                logits = logits.div_(softcap).tanh_()
+                bend = 1 - logits**2  # (m, V) slope of the cap
+                logits = logits.mul_(softcap)
             logits = logits.div_(temperature)
-            normalizer = logits.logsumexp(-1, keepdim=True)  # (m, 1)
-            logprobs.append((logits.gather(-1, t[:, None]) - normalizer)[:, 0])  # (m,)
+            logits -= logits.amax(-1, keepdim=True)
+            chosen = logits.gather(-1, t[:, None])  # (m, 1)
+            total = logits.exp_().sum(-1, keepdim=True)  # (m, 1)
+            logprobs.append((chosen - total.log())[:, 0])  # (m,)
             if ctx.needs_input_grad[0]:
-                bend = 1 - (logits * (temperature / softcap)) ** 2 if softcap else 1.0  # (m, V) slope of the soft cap
-                slope = logits.sub_(normalizer).exp_().neg_()  # (m, V) -softmax
-                slope.scatter_add_(-1, t[:, None], torch.ones_like(normalizer))
-                slope = slope.mul_(bend).div_(temperature).to(h.dtype)
-                slopes.append(slope @ head.weight)  # (m, D)
+                slope = logits.div_(-total)  # (m, V) -softmax
+                slope.scatter_add_(-1, t[:, None], torch.ones_like(total))
+                slope = slope.div_(temperature).mul_(bend if softcap else 1.0)
+                slopes.append(slope.to(h.dtype) @ head.weight)  # (m, D)
+                del slope
         ctx.save_for_backward(*slopes)
         return torch.cat(logprobs)  # (M,)
 
