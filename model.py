@@ -79,7 +79,7 @@ class Pair:
             for name, tensors in half.parameters.items():
                 for tensor in tensors.values():
                     tensor.requires_grad_(train and name == adapter)
-        if pair.rival:  # two bases take turns on the card
+        if pair.rival and pair.device != "meta":  # two bases take turns on the card
             pair.rival.model.to("cpu")
             pair.model.to(pair.device)
         pair.model.train(train)
@@ -210,7 +210,16 @@ def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tupl
         )
     except torch.OutOfMemoryError as error:
         raise ValueError(f"{base} does not fit this card: choose a smaller base; --estimate says what fits") from error
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ImportError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:
         raise ValueError(f"cannot load the base model {str(base)!r}: {first_line(error)}") from error
     if not tokenizer.encode("1", add_special_tokens=False):  # what the loader makes of a folder without tokenizer.json
         raise ValueError(f"the tokenizer of {str(base)!r} knows no tokens; is tokenizer.json missing?")
@@ -236,6 +245,8 @@ def silence_third_parties(device: str) -> None:
         "`gradient_checkpointing_enable` is deprecated",
     ):
         warnings.filterwarnings("ignore", message=text, category=FutureWarning)
+    loader = logging.getLogger("transformers.modeling_utils")  # a table of what fits not; load_base says it in a line
+    loader.addFilter(lambda record: "LOAD REPORT" not in record.msg)
     hub = logging.getLogger("huggingface_hub.utils._http")  # without a network: ten lines of retries, then the error
     hub.addFilter(lambda record: "thrown while requesting" not in record.msg and "Retrying in" not in record.msg)
     if not device.startswith("cuda"):  # Qwen3.5's kernels that exist for CUDA alone; there the advice is worth reading
