@@ -315,8 +315,8 @@ def stop_ids(model: PreTrainedModel, tokenizer) -> frozenset[int]:
         found.update([ids] if isinstance(ids, int) else ids or [])
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "words"}]
     tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("words")[2]
-    after = tokenizer.encode(tail, add_special_tokens=False)[:1]
-    found.update(set(after) & set(tokenizer.all_special_ids))
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    found.update(special & set(tokenizer.encode(tail, add_special_tokens=False)[:1]))
     if not found:
         raise ValueError("the model names no end-of-turn id; its completions would never stop")
     return frozenset(found)

@@ -517,7 +517,7 @@ class Rollouts:
         thought, special tokens, are read as think tags. Text after the end was never sampled."""
         tokenizer, texts = pair.tokenizer, []
         opened = {p: opens_thought(tokenizer, p) for p in set(map(tuple, self.prompts))}
-        channels = "<channel|>" in tokenizer.all_special_tokens
+        channels = any(token.content == "<channel|>" for token in tokenizer.added_tokens_decoder.values())
         for prompt, completion, finished in zip(self.prompts, self.completions, self.finished, strict=True):
             text = tokenizer.decode(completion[:-1] if finished else completion, skip_special_tokens=False)
             if channels:

@@ -434,3 +434,9 @@ def test_estimate_is_of_the_turn_that_takes_more():
     assert memory.total == static + max(memory.kv_cache + memory.decoding, memory.activations + memory.logits)
     assert all(value > 0 for value in dataclasses.asdict(memory).values())
     assert model_module.nbytes([torch.zeros(3, 5)]) == 60
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_check_skips_in_one_line_without_a_gpu():
+    done = subprocess.run([sys.executable, str(ROOT / "tests" / "gpu_check.py")], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) == 1 and "skipped" in done.stdout

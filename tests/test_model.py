@@ -499,9 +499,8 @@ def plain_tokenizer(eos, special=()):
     """Ids are characters; a turn ends with "#", which is special or not."""
     template = lambda turns, tokenize: "".join(turn["content"] + "#" for turn in turns)  # noqa: E731
     encode = lambda text, add_special_tokens: [ord(c) for c in text]  # noqa: E731
-    return SimpleNamespace(
-        eos_token_id=eos, apply_chat_template=template, encode=encode, all_special_ids=list(map(ord, special))
-    )
+    added = {ord(c): SimpleNamespace(content=c, special=True) for c in special}
+    return SimpleNamespace(eos_token_id=eos, apply_chat_template=template, encode=encode, added_tokens_decoder=added)
 
 
 @pytest.mark.parametrize(

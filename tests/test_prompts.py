@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import rollout
+from model import stop_ids
+from reward import extract_answer, format_score
 
 TEMPLATES = Path(__file__).parent / "data" / "templates"
 QUESTION = "How many {summary} are there with x < 3, if “{problem}” holds?\nThe second line: x ≤ 2 & x > −1."
@@ -53,12 +56,12 @@ FAMILIES = {
 class Day(datetime):
     @classmethod
     def now(cls, tz=None):
-        return cls(2024, 7, 26)
+        return cls(2031, 1, 2)
 
 
 @pytest.fixture(autouse=True)
 def one_day(monkeypatch):
-    """Llama 3.2 writes the day into its prompt."""
+    """Llama 3.2 writes the day into its prompt, unless it is told another."""
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Day)
 
 
@@ -134,6 +137,32 @@ def test_opens_thought(family, tokenizer, prompts):
 def test_a_closed_or_a_quoted_thought_is_not_open(tokenizer):
     for text in (EMPTY_THOUGHT + "\n\n", "<think>\nhm", "Write <think>\n</think>\n"):
         assert not rollout.opens_thought(tokenizer, tokenizer.encode(text, add_special_tokens=False))
+
+
+END_OF_TURN = {"gemma3": "<end_of_turn>", "gemma4": "<turn|>", "llama3": "<|eot_id|>"}  # the others': <|im_end|>
+
+
+def test_the_end_of_a_turn_stops_a_row_even_where_no_file_names_it(name, tokenizer):
+    """Gemma's tokenizers name <eos>; the end of a turn stands in generation_config.json, which a folder may lack."""
+    text = SimpleNamespace(eos_token_id=None)
+    config = SimpleNamespace(eos_token_id=None, get_text_config=lambda: text)
+    stops = stop_ids(SimpleNamespace(config=config, generation_config=text), tokenizer)
+    assert tokenizer.convert_tokens_to_ids(END_OF_TURN.get(name, "<|im_end|>")) in stops
+
+
+def test_responses_read_alike_in_all_families(name, family, tokenizer, prompts):
+    """What the template has opened is part of the response, and a thought in the family's own marks is a thought."""
+    body = "I try.</think>It took one try.<answer>4</answer>"
+    completion = body if family.opens else "<think>" + body
+    if name == "gemma4":
+        completion = "<|channel>thought\nI try.<channel|>It took one try.<answer>4</answer>"
+    ids = tokenizer.encode(completion, add_special_tokens=False)
+    end = tokenizer.convert_tokens_to_ids(END_OF_TURN.get(name, "<|im_end|>"))
+    rollouts = rollout.Rollouts([prompts["draft"]] * 2, [[*ids, end], ids], [True, False], [[], []])
+    for text in rollouts.texts(SimpleNamespace(tokenizer=tokenizer)):
+        assert format_score(text) == 1 and extract_answer(text) == "4"
+        assert rollout.summarize(text) == "It took one try."
+        assert text.count("<think>") == 1 and text.split("</think>")[0].endswith("I try.")
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="TRL, which carries the released templates, is not installed")
