@@ -25,10 +25,12 @@ The shape alphabet stands at the head of model.py.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import json
 import math
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +68,7 @@ from model import (
     default_device,
     default_four_bit,
     estimate,
+    first_line,
     free_memory,
     is_embedded,
     load_pair,
@@ -140,8 +143,9 @@ class Config:
         rules = [
             (("method",), lambda v: v in ("agon", "coop", "grpo"), "choose agon, coop or grpo"),
             (("group_size",), lambda v: v >= 2, "a group needs at least 2 rows to compare"),
+            (("model_b",), lambda v: not v or self.method != "grpo", "--method grpo trains one policy; leave it out"),
             (("preset",), lambda v: not v or v in PRESETS, f"choose one of {', '.join(PRESETS)}"),
-            (("device",), lambda v: v.partition(":")[0] in ("", "cuda", "mps", "cpu"), "choose cuda, mps or cpu"),
+            (("device",), lambda v: re.fullmatch(r"(cuda(:\d+)?|mps|cpu)?", v), "choose cuda, cuda:N, mps or cpu"),
             (counts, lambda v: v >= 1, "must be at least 1"),
             (("micro_tokens", "rollout_rows"), lambda v: v >= 0, "must be 0 (what fits) or more"),
             (("memory",), lambda v: 0 <= v < math.inf, "must be 0 (what is free) or more, in GiB"),
@@ -240,6 +244,12 @@ def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """CUDA has an exception of its own for it; a CPU says it in words."""
+    words = ("out of memory", "can't allocate memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
+
+
 def until_it_fits(work: Callable, config: Config, budget: str, least: int):
     """work(); whenever the device runs out of memory, halve config.<budget> and start `work` over, down to `least`.
 
@@ -248,8 +258,8 @@ def until_it_fits(work: Callable, config: Config, budget: str, least: int):
     while True:
         try:
             return work()
-        except torch.OutOfMemoryError:
-            if getattr(config, budget) <= least:
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or getattr(config, budget) <= least:
                 raise
         # Not inside the except block, where the traceback would keep the failed attempt's tensors alive.
         setattr(config, budget, getattr(config, budget) // 2)
@@ -443,10 +453,8 @@ def train(config: Config, folder: Path, pair: Pair, problems: Sequence[Problem],
                     )
                     if peak:
                         bar.write(f"peak memory so far: {(peak - before) / GIB:.2f} GiB", file=sys.stderr)
-        except (KeyboardInterrupt, FloatingPointError, OSError, torch.OutOfMemoryError):  # nothing learned is lost
+        finally:  # whatever ends it: nothing learned so far is lost
             pair.save(folder)
-            raise
-    pair.save(folder)
     return history
 
 
@@ -478,7 +486,7 @@ def plan(config: Config) -> Memory:
     Each becomes the most that fits. Raises ValueError with one line where not even one row does.
     """
     room = config.memory * GIB
-    if not room or not config.estimate or (config.device == "cuda" and torch.cuda.is_available()):
+    if not room or not config.estimate or (config.device.startswith("cuda") and torch.cuda.is_available()):
         room = min(room or math.inf, free_memory(config.device))
     room *= HEADROOM
     pair = load_pair(
@@ -496,7 +504,10 @@ def plan(config: Config) -> Memory:
         return choose(logits, noise, config.temperature, config.top_p)
 
     def memory(rows: int, micro_rows: int) -> Memory:
-        return estimate(pair, rows, micro_rows, config.prompt_tokens, config.max_tokens, pick)
+        try:
+            return estimate(pair, rows, micro_rows, config.prompt_tokens, config.max_tokens, pick)
+        except RuntimeError as error:  # an operation that the meta device lacks
+            raise ValueError(f"the memory of {config.base} cannot be estimated: {first_line(error)}") from error
 
     def most(total: Callable[[int], int], limit: int) -> int:  # memory grows in a line with the rows, but for rounding
         one = total(1)
@@ -515,11 +526,18 @@ def plan(config: Config) -> Memory:
     result = memory(min(rows, stage), min(micro_rows, stage))
     if result.total > room:
         raise ValueError(
-            f"this run needs {result.total / GIB:.1f} GiB on {config.device}, and {room / GIB:.1f} can be planned "
+            f"this run needs {result.total / GIB:.2g} GiB on {config.device}, and {room / GIB:.2g} can be planned "
             f"with: take a smaller --base or --max-tokens{', or --rollout-rows 0 --micro-tokens 0' if rows > 1 else ''}"
         )
     config.rollout_rows, config.micro_tokens = rows, config.micro_tokens or micro_rows * width
     return result
+
+
+def give_back_freed_memory() -> None:
+    """glibc keeps freed blocks for later, in pieces that fit nothing: the process would grow to several times the plan.
+    With each block of 64 KiB or more mapped by itself, what is freed is gone. It costs some time."""
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
 
 
 def format_plan(memory: Memory, config: Config) -> str:
@@ -619,29 +637,36 @@ def make_run_folder(config: Config) -> Path:
     return folder
 
 
+def write_config(config: Config, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1), encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(argv)
         config.check()
         torch.set_num_threads(config.threads)
         own = Path(config.task).suffix.lower() in reward.ENDINGS
-        paths = ["data"] * bool(config.data) + ["task"] * own + ["model_b"] * bool(config.model_b)
-        for name in paths + ["base"] * (config.base != "tiny"):
-            if Path(getattr(config, name)).exists():  # a path: the run folder must work from anywhere
-                setattr(config, name, str(Path(getattr(config, name)).resolve()))
-        config.device = config.device or default_device(config.base)
+        bases = [base for base in (config.base, config.model_b) if base and not is_embedded(base)]  # the real ones
+        for name in ("data", "base", "model_b") + ("task",) * own:
+            value = getattr(config, name)
+            if value not in ("", "tiny") and Path(value).exists():  # a path: the run folder must work from anywhere
+                setattr(config, name, str(Path(value).resolve()))
+        config.device = config.device or default_device(bases[0] if bases else config.base)
         if config.four_bit is None:
-            config.four_bit = default_four_bit(config.base, config.device)
+            config.four_bit = any(default_four_bit(base, config.device) for base in bases)
         if config.gradient_checkpointing is None:
-            config.gradient_checkpointing = not is_embedded(config.base)
+            config.gradient_checkpointing = bool(bases)
         planned = None
-        if config.estimate or not is_embedded(config.base) or not (config.micro_tokens and config.rollout_rows):
+        if bases or config.estimate or config.memory or not (config.micro_tokens and config.rollout_rows):
             if not config.estimate:
                 check_device(config.device)
             planned = plan(config)
             print(format_plan(planned, config), flush=True)
         if config.estimate:
             return 0
+        if bases and config.device == "cpu" and sys.platform == "linux":
+            give_back_freed_memory()
         reward.ALLOW_UNSANDBOXED = config.allow_unsandboxed_code
         train_set, validation, test = (load_split(vars(config), split) for split in ("train", "validation", "test"))
         before = peak_memory("cpu") if config.device == "cpu" else 0
@@ -657,11 +682,11 @@ def main(argv: list[str] | None = None) -> int:
             seed=config.seed,
         )
         folder = make_run_folder(config)
-        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1), encoding="utf-8")
+        write_config(config, folder)
     except (ValueError, OSError) as error:
         return complain("agon.py", error)
 
-    policies, sampling = policies_of(vars(config)), eval_sampling(vars(config))
+    policies = policies_of(vars(config))
     size = sum(p.numel() for name, p in pair.model.named_parameters() if "lora_" not in name)  # 4-bit: two in a byte
     bases = f"one frozen base ({config.base}, {'4-bit NF4' if config.four_bit else f'{size:,} parameters'}"
     if config.model_b:
@@ -678,18 +703,23 @@ def main(argv: list[str] | None = None) -> int:
         history = train(config, folder, pair, train_set, before)
         draw_curves(history, folder / "curves.png", config.method)
         print(f"evaluating on {len(test)} test problems ...", flush=True)
-        result = evaluate(pair, test, validation, policies, **sampling)
-        drafts, challenges = cascade(
-            pair, test[:100], *result["direction"].split(">"), **sampling
-        )  # the same rows again
+        result = until_it_fits(
+            lambda: evaluate(pair, test, validation, policies, **eval_sampling(vars(config))), config, "rollout_rows", 1
+        )
+        write_config(config, folder)  # with the budgets that the device really has room for
+        drafts, challenges = cascade(  # the same rows again
+            pair, test[:100], *result["direction"].split(">"), **eval_sampling(vars(config))
+        )
     except KeyboardInterrupt:
         print(f"\ninterrupted; the adapters are saved. Evaluate them: python cascade.py eval --run {folder}")
         return 130
     except FloatingPointError as error:  # the run diverged
         return complain("agon.py", error)
-    except torch.OutOfMemoryError:
-        mend = "take a smaller --max-tokens or --base; the adapters are saved"
-        return complain("agon.py", MemoryError(f"{config.device} is out of memory with a single row; {mend}"))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        mend = "take a smaller --max-tokens or --base. The adapters are saved"
+        return complain("agon.py", ValueError(f"{config.device} is out of memory, with nothing left to halve: {mend}"))
 
     (folder / "results.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     exchanges = telling_exchanges(

@@ -302,6 +302,9 @@ def load_run(folder: Path) -> tuple[dict, Pair]:
     usable |= {"method": lambda v: v in ("agon", "coop", "grpo"), "four_bit": lambda v: isinstance(v, bool)}
     usable |= dict.fromkeys(("max_tokens", "rollout_rows", "threads"), lambda v: type(v) is int and 0 < v < 10**6)
     usable |= dict.fromkeys(("eval_temperature", "format_weight"), lambda v: type(v) in (int, float) and 0 <= v < 1e6)
+    counts = dict.fromkeys(("train_problems", "eval_problems"), lambda v: type(v) is int and v >= 0)
+    texts = dict.fromkeys(("data", "question_column", "answer_column", "tests_column"), lambda v: isinstance(v, str))
+    usable |= {key: holds for key, holds in {**counts, **texts}.items() if key in config}  # older runs have them not
     usable |= {"eval_top_p": lambda v: type(v) in (int, float) and 0 < v <= 1}
     bad = [key for key, holds in usable.items() if key not in config or not holds(config[key])]
     if bad:
@@ -384,6 +387,9 @@ def main(argv: list[str] | None = None) -> int:
         drafts, challenges = cascade(pair, problems, drafter, challenger, **sampling)
     except FloatingPointError as error:  # a pair that diverged
         return complain(parser.prog, error)
+    except torch.OutOfMemoryError:
+        mend = f"lower rollout_rows in {args.run / 'config.json'}"
+        return complain(parser.prog, ValueError(f"{pair.device} is out of memory: {mend}"))
     record = exchange_records(problems, drafts, challenges, config["format_weight"], bonus_of(config))[0]
     print(format_exchange(record, sys.stdout.isatty(), graded=own))
     answer = extract_answer(challenges.texts[0])

@@ -24,6 +24,8 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gem
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -41,6 +43,10 @@ from transformers.utils import logging as transformers_logging
 
 ADAPTERS = ("A", "B")  # the two policies; also the names of their folders
 EMBEDDED = Path(__file__).resolve().parent / "tiny"  # the base called "tiny"
+READING_ERRORS = (  # of what transformers raises where a folder is not in order
+    OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, SafetensorError,
+    StrictDataclassError,
+)  # fmt: skip
 LOGIT_BUDGET = 2**26  # floats of logits alive at once in token_logprobs: 256 MiB in fp32, about 440 tokens at V = 151k
 
 
@@ -79,7 +85,7 @@ class Pair:
             for name, tensors in half.parameters.items():
                 for tensor in tensors.values():
                     tensor.requires_grad_(train and name == adapter)
-        if pair.rival and pair.device != "meta":  # two bases take turns on the card
+        if pair.rival and pair.model.device.type != "meta":  # two bases take turns on the card
             pair.rival.model.to("cpu")
             pair.model.to(pair.device)
         pair.model.train(train)
@@ -153,7 +159,7 @@ def load_pair(
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})  # transformers 5.24 renamed it
         stops = frozenset() if tokenizer is None else stop_ids(model, tokenizer)
-        halves.append(Pair(peft_model, tokenizer, stops, parameters, "meta" if meta else device))
+        halves.append(Pair(peft_model, tokenizer, stops, parameters, device))
         if model_b and not meta:
             peft_model.to("cpu")  # until its turn
     halves[0].rival, halves[-1].rival = (halves[1], halves[0]) if model_b else (None, None)
@@ -168,7 +174,7 @@ def load_pair(
 def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tuple[PreTrainedModel, object]:
     """(frozen causal LM in evaluation mode, its tokenizer); meta: without weights, and without tokenizer."""
     base = EMBEDDED if base == "tiny" else base
-    if str(base).count("/") != 1 and not Path(base).is_dir():  # a hub id has exactly one slash
+    if not Path(base).is_dir() and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(base)):
         raise ValueError(f"no base model folder {str(base)!r} (give a folder, a hub id owner/name, or 'tiny')")
     if four_bit and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError("4-bit needs the package bitsandbytes: pip install bitsandbytes, or say --no-4bit")
@@ -186,7 +192,12 @@ def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tupl
         )
     silence_third_parties(device)
     try:
-        config = AutoConfig.from_pretrained(base)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        if getattr(config, "quantization_config", None):
+            raise ValueError("it is quantized already; give the full-precision base, it is quantized while it loads")
+        for part in (config, config.get_text_config()):  # dropout would score, in training, what nobody sampled
+            for key in [k for k, v in vars(part).items() if re.search("drop|jitter", k) and isinstance(v, float)]:
+                setattr(part, key, 0.0)
         if config.model_type == "gemma4":  # text alone: its towers for images and sound would fill the card for nothing
             config.vision_config = config.audio_config = None
             config.image_token_id = config.video_token_id = config.audio_token_id = -1  # a text may spell them
@@ -199,7 +210,7 @@ def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tupl
                 if four_bit and type(module) is torch.nn.Linear and module is not model.get_output_embeddings():
                     module.__class__ = FourBitStandIn
             return model, None
-        tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left", trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
             base,
             config=config,
@@ -207,24 +218,20 @@ def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tupl
             device_map={"": device},
             quantization_config=quantization,
             output_loading_info=True,
+            trust_remote_code=False,
         )
     except torch.OutOfMemoryError as error:
         raise ValueError(f"{base} does not fit this card: choose a smaller base; --estimate says what fits") from error
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        ImportError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:
-        raise ValueError(f"cannot load the base model {str(base)!r}: {first_line(error)}") from error
+    except READING_ERRORS as error:
+        why = "its weights have other shapes than its config.json says"
+        why = why if "mismatched_sizes" in str(error) else first_line(error)
+        raise ValueError(f"cannot load the base model {str(base)!r}: {why}") from error
     if not tokenizer.encode("1", add_special_tokens=False):  # what the loader makes of a folder without tokenizer.json
         raise ValueError(f"the tokenizer of {str(base)!r} knows no tokens; is tokenizer.json missing?")
     if tokenizer.chat_template is None:
         raise ValueError(f"{str(base)!r} has no chat template; Agon's prompts need an instruction-tuned model")
+    if max(tokenizer.get_vocab().values()) >= model.get_input_embeddings().num_embeddings:
+        raise ValueError(f"the tokenizer of {str(base)!r} has ids that its model has no embedding for")
     if report["missing_keys"]:  # transformers fills them with noise, and only reports it
         raise ValueError(f"{str(base)!r} lacks weights of its model, {min(report['missing_keys'])} among them")
     if not all(getattr(module, "is_causal", True) for module in model.get_decoder().modules()):
@@ -234,6 +241,14 @@ def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tupl
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+    # Some families do more to their logits than `head_logprobs` knows (Granite and Cohere scale them): no silent gap.
+    ids = torch.tensor([[0, 1, 2]], device=model.device)  # (1, 3)
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0].float()  # (3, V)
+        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]  # (3, D)
+    gap = head_logprobs(model, hidden, ids[0], 1.0) - logits.log_softmax(-1).gather(-1, ids.T)[:, 0]  # (3,)
+    if gap.abs().max() > 0.5:  # bf16 alone makes 0.1
+        raise ValueError(f"{str(base)!r} does more to its logits than is known here; choose another family")
     return model, tokenizer
 
 
@@ -312,9 +327,15 @@ def stop_ids(model: PreTrainedModel, tokenizer) -> frozenset[int]:
     configs = (model.config, model.config.get_text_config(), model.generation_config)
     for source in (tokenizer, *configs):
         ids = getattr(source, "eos_token_id", None)
-        found.update([ids] if isinstance(ids, int) else ids or [])
+        found.update(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "words"}]
-    tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("words")[2]
+    try:
+        asked = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+        tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("words")[2]
+    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"the chat template of the base does not work: {first_line(error)}") from error
+    if "Hi" not in asked:
+        raise ValueError("the chat template of the base leaves the user's words out; prompts here are plain text")
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     found.update(special & set(tokenizer.encode(tail, add_special_tokens=False)[:1]))
     if not found:
@@ -623,7 +644,8 @@ def estimate(pair: Pair, rows: int, micro_rows: int, prompt: int, completion: in
         half = pair.of(name)
         kv_cache, decoding = sampling_memory(half, name, rows, prompt, completion, choose)
         activations, logits = update_memory(half, name, micro_rows, prompt, completion)
-        adapters = sum(nbytes(tensors.values()) for tensors in half.parameters.values())
+        there = [half, half.rival] if half.rival and half.device == "cpu" else [half]  # no card to take turns on
+        adapters = sum(nbytes(tensors.values()) for one in there for tensors in one.parameters.values())
         optimizer = moments + nbytes(half.parameters[name].values())
-        turns.append(Memory(base_bytes(half), adapters, optimizer, kv_cache, decoding, activations, logits))
+        turns.append(Memory(sum(map(base_bytes, there)), adapters, optimizer, kv_cache, decoding, activations, logits))
     return max(turns, key=lambda memory: memory.total)

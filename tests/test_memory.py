@@ -273,10 +273,12 @@ def test_a_run_may_not_plan_with_more_than_the_device_has_free(monkeypatch):
 
 def test_plan_for_two_bases_counts_the_larger_one(tmp_path):
     large = make_base(tmp_path / "llama", "llama", hidden_size=256, intermediate_size=512)
-    alone = plan(settled(base=str(large), gradient_checkpointing=False))
-    together = plan(settled(base="tiny", model_b=str(large), gradient_checkpointing=False))
+    card = dict(device="cuda", memory=8.0)
+    alone, together = plan(settled(base=str(large), **card)), plan(settled(base="tiny", model_b=str(large), **card))
     assert together.weights == alone.weights and together.kv_cache == alone.kv_cache
     assert together.adapters < alone.adapters, "each base has one adapter"
+    on_cpu = plan(settled(base="tiny", model_b=str(large)))
+    assert on_cpu.adapters > together.adapters, "there the idle base has nowhere else to go"
 
 
 def test_estimate_prints_every_part_and_loads_nothing(tmp_path, capsys, monkeypatch):
@@ -423,7 +425,7 @@ def test_a_run_out_of_memory_saves_both_adapters_and_says_what_to_do(tmp_path, c
     flags = ["--steps", "2", "--problems-per-step", "2", "--group-size", "2", "--device", "cpu", "--out", str(folder)]
     assert agon.main(flags) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(r"out of memory with a single row; take a smaller --max-tokens or --base", last)
+    assert re.search(r"out of memory, .*: take a smaller --max-tokens or --base", last)
     load_pair("tiny", folder, device="cpu")
 
 
@@ -440,3 +442,78 @@ def test_estimate_is_of_the_turn_that_takes_more():
 def test_the_gpu_check_skips_in_one_line_without_a_gpu():
     done = subprocess.run([sys.executable, str(ROOT / "tests" / "gpu_check.py")], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) == 1 and "skipped" in done.stdout
+
+
+def test_rows_halved_in_training_stay_halved_in_the_evaluation_and_in_the_run_folder(tmp_path, monkeypatch, capsys):
+    limit = limited(rollout.decode_batch, lambda model, stops, out, batch, *rest: len(batch), 9, [])
+    monkeypatch.setattr(rollout, "decode_batch", limit)
+    folder = tmp_path / "run"
+    flags = [
+        "--steps",
+        "1",
+        "--problems-per-step",
+        "4",
+        "--group-size",
+        "4",
+        "--eval-problems",
+        "12",
+        "--device",
+        "cpu",
+    ]
+    assert agon.main([*flags, "--out", str(folder)]) == 0
+    assert (folder / "results.json").exists()
+    assert json.loads((folder / "config.json").read_text())["rollout_rows"] == 8, "eval would run out of memory again"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried 1 TB"),
+        RuntimeError("CUDA error: out of memory"),
+    ],
+)
+def test_out_of_memory_in_all_its_forms(error):
+    assert agon.is_out_of_memory(error)
+    assert not agon.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+def test_whatever_ends_a_training_its_adapters_are_saved(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("something nobody thought of")
+
+    monkeypatch.setattr(agon, "token_logprobs", fail)
+    flags = ["--steps", "2", "--problems-per-step", "16", "--group-size", "4", "--device", "cpu"]
+    with pytest.raises(RuntimeError, match="nobody thought of"):
+        agon.main([*flags, "--out", str(tmp_path / "run")])
+    load_pair("tiny", tmp_path / "run", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--method grpo --model-b tiny", "one policy"),
+        ("--device tpu", "choose cuda"),
+        ("--device cuda:x", "choose cuda"),
+        ("--device cpu:1", "choose cuda"),
+        ("--memory -1", "--memory -1"),
+        ("--memory nan", "--memory nan"),
+        ("--memory 0.001 --device cpu", "needs"),
+        ("--preset 9gb", "8gb, 12gb, 24gb"),
+        ("--prompt-tokens 0", "at least 1"),
+        ("--estimate --device cuda --preset 24gb --base nowhere", "no base model folder"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_line(flags, says, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert agon.main(flags.split()) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and says in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_preset_without_a_gpu_is_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert agon.main(["--preset", "8gb"]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and "CUDA" in err and not list(tmp_path.iterdir())

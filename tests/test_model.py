@@ -19,7 +19,7 @@ import torch
 from conftest import fill_with_noise
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig
 
 from model import ADAPTERS, EMBEDDED, load_pair, stop_ids, token_logprobs
 from reward import load_problems
@@ -497,7 +497,7 @@ def stop_source(eos):
 
 def plain_tokenizer(eos, special=()):
     """Ids are characters; a turn ends with "#", which is special or not."""
-    template = lambda turns, tokenize: "".join(turn["content"] + "#" for turn in turns)  # noqa: E731
+    template = lambda turns, tokenize, add_generation_prompt=False: "".join(turn["content"] + "#" for turn in turns)  # noqa: E731
     encode = lambda text, add_special_tokens: [ord(c) for c in text]  # noqa: E731
     added = {ord(c): SimpleNamespace(content=c, special=True) for c in special}
     return SimpleNamespace(eos_token_id=eos, apply_chat_template=template, encode=encode, added_tokens_decoder=added)
@@ -608,3 +608,90 @@ def test_embedded_tokenizer_is_the_one_its_recipe_makes(pair):
     prompt = CHALLENGE_PROMPT.replace("{problem}", "14x = 09 (mod 19)").replace("{summary}", "06")
     assert made.encode(prompt) == pair.tokenizer.encode(prompt)
     assert stop_ids(pair.model.get_base_model(), pair.tokenizer) == pair.stop_ids == {made.eos_token_id}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Bases that look in order and are not
+
+
+def write_base(folder: Path, **changes):
+    shutil.copytree(EMBEDDED, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, **changes}), encoding="utf-8")
+    return folder
+
+
+def test_dropout_in_the_config_of_a_base_is_left_out(tmp_path):
+    """The scorer runs in train mode, the sampler does not: with dropout they would be two policies."""
+    pair = fill_with_noise(load_pair(write_base(tmp_path / "base", attention_dropout=0.3), device="cpu"))
+    out = sample(pair, "A", PROMPTS, n=2, max_tokens=8)
+    scored = token_logprobs(pair.activate("A", train=True), out.prompts, out.completions)
+    for row, logprobs in zip(scored, out.logprobs, strict=True):
+        assert logprobs == pytest.approx(row[: len(logprobs)].tolist(), abs=5e-5)
+
+
+def raising_template(folder):
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system turn') }}")
+
+
+def deaf_template(folder):
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content[0].text }}{% endfor %}<|end|>")
+
+
+def stray_token(folder):
+    spec = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    spec["added_tokens"].append({**spec["added_tokens"][-1], "id": 500, "content": "<stray>"})
+    (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+
+
+def drop_tensor(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edited(**changes):
+    def edit(folder):
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        (folder / "config.json").write_text(json.dumps({**config, **changes}), encoding="utf-8")
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (raising_template, "no system turn"),
+        (deaf_template, "chat template"),
+        (stray_token, "no embedding"),
+        (drop_tensor, "lacks weights"),
+        (edited(intermediate_size=128), "other shapes"),
+        (edited(hidden_size="64"), "hidden_size"),
+        (edited(quantization_config={"quant_method": "gptq", "bits": 4}), "quantized already"),
+    ],
+)
+def test_a_base_that_is_not_in_order_is_refused_in_one_line(tmp_path, damage, says):
+    folder = write_base(tmp_path / "base")
+    damage(folder)
+    with pytest.raises(ValueError, match=says) as caught:
+        load_pair(folder, device="cpu")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_family_that_scales_its_logits_is_refused(tmp_path):
+    """Its log-probs, taken from the LM head, would not be those of the policy that sampled."""
+    folder = write_base(tmp_path / "base")
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        vocab_size=119, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, initializer_range=0.5, logits_scaling=8.0, eos_token_id=2, pad_token_id=1,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with pytest.raises(ValueError, match="logits"):
+        load_pair(folder, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["./nope", "/nope", "a/b/c", "nope", "../nope"])
+def test_a_missing_folder_is_not_taken_for_a_hub_id(name):
+    with pytest.raises(ValueError, match="no base model folder"):
+        load_pair(name, device="cpu")
