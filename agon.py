@@ -409,10 +409,17 @@ def problem_stream(problems: Sequence[Problem], seed: int) -> Iterator[Problem]:
         yield from rng.sample(problems, len(problems))
 
 
-def train(config: Config, folder: Path, pair: Pair, problems: Sequence[Problem], before: int = 0) -> list[dict]:
+def train(
+    config: Config,
+    folder: Path,
+    pair: Pair,
+    problems: Sequence[Problem],
+    before: int = 0,
+    planned: Memory | None = None,
+) -> list[dict]:
     """Train the pair (or, under grpo, policy A) into `folder`; returns one metrics dict per step.
 
-    before: bytes in use that are not ours, taken off the measured peak.
+    before: bytes in use that are not ours, taken off the measured peak. planned: the estimate to show beside it.
     Ctrl-C, divergence or a full disk saves the adapters as they stand, as far as that goes, and is raised again.
     """
     # One optimizer per adapter: a shared AdamW would move the resting policy by its momentum.
@@ -452,7 +459,8 @@ def train(config: Config, folder: Path, pair: Pair, problems: Sequence[Problem],
                         file=sys.stderr,
                     )
                     if peak:
-                        bar.write(f"peak memory so far: {(peak - before) / GIB:.2f} GiB", file=sys.stderr)
+                        plan_says = f", {planned.total / GIB:.2f} planned" if planned else ""
+                        bar.write(f"peak memory so far: {(peak - before) / GIB:.2f} GiB{plan_says}", file=sys.stderr)
         finally:  # whatever ends it: nothing learned so far is lost
             pair.save(folder)
     return history
@@ -700,7 +708,7 @@ def main(argv: list[str] | None = None) -> int:
         flush=True,
     )
     try:
-        history = train(config, folder, pair, train_set, before)
+        history = train(config, folder, pair, train_set, before, planned)
         draw_curves(history, folder / "curves.png", config.method)
         print(f"evaluating on {len(test)} test problems ...", flush=True)
         result = until_it_fits(

@@ -188,7 +188,7 @@ MEDIUM = dict(
     [
         ("qwen3", True, True, 8, 8, {}),
         ("gemma4", False, False, 8, 2, {"sliding_window": 64, "global_head_dim": 64}),
-        ("qwen3_5", False, True, 16, 2, {"linear_key_head_dim": 64, "linear_value_head_dim": 64}),
+        ("qwen3_5", False, True, 8, 2, {"linear_key_head_dim": 64, "linear_value_head_dim": 64}),
         ("llama", True, False, 32, 1, {"num_key_value_heads": 6}),  # sampling takes more than the update
     ],
 )
@@ -196,7 +196,7 @@ def test_estimate_is_within_15_percent_of_the_measured_peak(
     tmp_path, family, four_bit, checkpointing, rows, micro_rows, own
 ):
     folder = make_base(tmp_path / family, family, **MEDIUM | own)
-    arguments = json.dumps([str(folder), four_bit, checkpointing, rows, micro_rows, 64, 96])
+    arguments = json.dumps([str(folder), four_bit, checkpointing, rows, micro_rows, 80, 40])
     # glibc keeps freed memory for later unless told to map each block by itself: the peak would not be of what is used.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", MEASURE, arguments], env=environment, capture_output=True, text=True)
@@ -225,14 +225,14 @@ def test_log_probs_of_16_rows_take_a_small_part_of_the_naive_forms_memory():
 
 @LINUX
 def test_log_probs_take_a_quarter_of_the_naive_forms_memory_and_no_more_time_as_measured():
-    if free_memory("cpu") < 6 * 2**30:
-        pytest.skip("the naive form takes 4 GB here")
-    found = compare(rows=2, tokens=1024, width=64, vocabulary=V, device="cpu")
+    if free_memory("cpu") < 4 * 2**30:
+        pytest.skip("the naive form takes 2 GB here")
+    found = compare(rows=1, tokens=1024, width=64, vocabulary=V, device="cpu")
     (naive, slow, _), (ours, fast, _) = found["naive"], found["ours"]
     assert ours <= naive / 4 and fast <= 1.3 * slow, found
     assert found["ours"][2] == pytest.approx(found["naive"][2], rel=1e-3), "not the same gradient"
     for form, measured, logprobs in (("naive", naive, naive_logprobs), ("ours", ours, token_logprobs)):
-        assert measured == pytest.approx(counted(logprobs, 2, 1024), rel=0.15), f"{form}: the counter is off"
+        assert measured == pytest.approx(counted(logprobs, 1, 1024), rel=0.15), f"{form}: the counter is off"
 
 
 # ---------------------------------------------------------------------------------------------------------------
