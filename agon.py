@@ -6,8 +6,8 @@
     python agon.py --preset 8gb             Qwen3-0.6B in 4-bit on DeepMath, sized for an 8 GB card
     python agon.py --preset 8gb --estimate  what that takes of the card's memory; loads and trains nothing
 
-How this departs from GRPO (Shao et al. 2024), all of it:
-  1. Two policies, A and B: two LoRA adapters on one frozen base, one optimizer each. Roles alternate every step.
+The method is that of V. Beliaev, arXiv 2607.07690. How this departs from GRPO (Shao et al. 2024), all of it:
+  1. Two policies, A and B: LoRA adapters on one frozen base, or two, one optimizer each. Roles alternate every step.
   2. Two streams a step. The drafter's rows answer the plain prompt; the challenger's rows answer (problem, summary of
      ONE draft, its final answer withheld). Each stream is scored by the policy and on the prompt that sampled it.
   3. A challenge group is N completions of N prompts: same problem, one summary per draft. Groups go by explicit id.
@@ -91,7 +91,7 @@ class Config:
     preset: str = knob("", "8gb | 12gb | 24gb: a real model, sized for such a card; flags beside it win")
     base: str = knob("tiny", "base model: 'tiny' (embedded), a local folder or a hub id")
     model_b: str = knob("", "a second base for policy B, taking turns on the card (default: both on one base)")
-    device: str = knob("", "cuda | mps | cpu (default: the first of them that is there)")
+    device: str = knob("", "cuda | mps | cpu (default: the first that is there; the tiny base skips mps)")
     task: str = knob("congruence", "congruence | deepmath | codecontests | gsm8k | a .jsonl, .json or .parquet file")
     data: str = knob("", "local copy (file or folder) of a task that is otherwise read from the hub")
     question_column: str = knob("", "column of the question in a file of your own (default: the usual names)")
@@ -99,9 +99,7 @@ class Config:
     tests_column: str = knob("", "column of the unit tests in a file of your own (default: tests)")
     train_problems: int = knob(0, "training problems at most; 0: the task's own number")
     eval_problems: int = knob(0, "validation and test problems at most, each; 0: the task's own number")
-    allow_unsandboxed_code: bool = knob(
-        False, "run model-written programs without bubblewrap: they can do what you can"
-    )
+    allow_unsandboxed_code: bool = knob(False, "run the model's programs without bubblewrap: they can do what you can")
     seed: int = knob(0, "seed of adapters, problem order and sampling")
     steps: int = knob(240, "optimizer steps")
     problems_per_step: int = knob(16, "problems in one step; each costs 2N rollouts")
@@ -120,10 +118,8 @@ class Config:
     clip: float = knob(0.2, "epsilon of the clipped ratio (acts only with inner-epochs > 1)")
     inner_epochs: int = knob(1, "updates per batch of rollouts")
     grad_clip: float = knob(1.0, "largest gradient norm of one adapter")
-    micro_tokens: int = knob(
-        16384, "padded tokens per forward in the update, 0: what fits; changes memory, not the gradient"
-    )
-    rollout_rows: int = knob(256, "rows that decode at once, 0: what fits; changes memory, not the samples")
+    micro_tokens: int = knob(16384, "padded tokens per forward in the update, 0: what fits; no effect on the gradient")
+    rollout_rows: int = knob(256, "rows that decode at once, 0: what fits; no effect on the samples")
     memory: float = knob(0.0, "GiB of the device that the run may fill (0: what it has free)")
     prompt_tokens: int = knob(768, "longest prompt that the memory is planned for; a challenge's holds a summary")
     estimate: bool = knob(False, "print what the run would take of the memory, and stop")
@@ -131,9 +127,7 @@ class Config:
     lora_alpha: int = knob(32, "LoRA alpha of both adapters")
     b_init_std: float = knob(0.01, "std of B's initial lora_B; A's is 0")
     four_bit: bool | None = knob(None, "the base in 4-bit NF4 (default: on CUDA, but for the tiny base); also --4bit")
-    gradient_checkpointing: bool | None = knob(
-        None, "recompute each layer in the backward pass: less memory, more time (default: all but the tiny base)"
-    )
+    gradient_checkpointing: bool | None = knob(None, "less memory for more time (default: on, but for the tiny base)")
     threads: int = knob(1, "CPU threads; at this size a second one costs more than it brings")
     out: str = knob("", "run folder (default: runs/<time>-<method>)")
 
@@ -166,7 +160,8 @@ class Config:
                     raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: {mend}")
 
 
-# The paper's recipe for real models (METHOD.md), and what a card of each size holds: `--estimate` shows the sums.
+# The paper's recipe for real models, and what a card of each size holds: `--estimate` shows the sums. Its top-p of 0.95
+# is kept for the evaluation alone: in training the loss could not mirror it.
 REAL = {
     "device": "cuda", "task": "deepmath", "steps": 200, "problems_per_step": 4, "group_size": 8,
     "temperature": 0.6, "eval_temperature": 0.6, "eval_top_p": 0.95, "b_init_std": 1e-3,
@@ -183,12 +178,10 @@ PRESETS = {
 # The algorithm
 
 
-def group_advantages(
-    rewards: Sequence[float], groups: Sequence[int], scale_std: bool = True, tol: float = 1e-6, eps: float = 1e-4
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A_i = (R_i - mean) / (std + 1e-4) within each group (METHOD step 4) -> advantages (B,) float64, kept (B,) bool.
+def group_advantages(rewards: Sequence[float], groups: Sequence[int], scale_std: bool = True):
+    """A_i = (R_i - mean) / (std + 1e-4) within each group -> advantages (B,) float64, kept (B,) bool.
 
-    Rows are grouped by id, in any order. A group with max - min < tol carries no signal: kept = False, A = 0. (A
+    Rows are grouped by id, in any order. A group with max - min < 1e-6 carries no signal: kept = False, A = 0. (A
     tolerance, since rewards that differ by rounding alone are no signal, and dividing by their std would make it one.)
     Raises ValueError for a count mismatch, a non-finite reward, or a group of one.
     """
@@ -203,9 +196,9 @@ def group_advantages(
         if len(rows) < 2:
             raise ValueError(f"group {int(group)} has one row; nothing to compare it with")
         x = r[rows]  # (N,)
-        if x.max() - x.min() >= tol:
-            centred = x - x.mean()
-            advantages[rows] = centred / (x.std() + eps) if scale_std else centred
+        if x.max() - x.min() >= 1e-6:
+            centred = x - x.mean()  # (N,)
+            advantages[rows] = centred / (x.std() + 1e-4) if scale_std else centred
             kept[rows] = True
     return advantages, kept
 
@@ -244,56 +237,31 @@ def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
         yield batch
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """CUDA has an exception of its own for it; a CPU says it in words."""
-    words = ("out of memory", "can't allocate memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
-
-
-def until_it_fits(work: Callable, config: Config, budget: str, least: int):
-    """work(); whenever the device runs out of memory, halve config.<budget> and start `work` over, down to `least`.
-
-    Starting over gives the same result: rows draw noise keyed by seed, step and prompt, and nothing else is random.
-    """
-    while True:
-        try:
-            return work()
-        except RuntimeError as error:
-            if not is_out_of_memory(error) or getattr(config, budget) <= least:
-                raise
-        # Not inside the except block, where the traceback would keep the failed attempt's tensors alive.
-        setattr(config, budget, getattr(config, budget) // 2)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        flag = f"--{budget.replace('_', '-')} {getattr(config, budget)}"
-        print(
-            f"\nout of memory: that part of the step is done again, and the rest of the run, with {flag}",
-            file=sys.stderr,
-        )
-
-
 def update_policy(
     pair: Pair, adapter: str, optimizer: torch.optim.Optimizer, rollouts: Rollouts, advantages, kept, config: Config
 ) -> dict:
-    """One GRPO update of one adapter on its own stream (METHOD step 5). advantages, kept (B,). Returns metrics."""
+    """One GRPO update of one adapter on its own stream. advantages, kept (B,). Returns metrics.
+
+    Raises FloatingPointError where the gradient is not finite, before it moves anything.
+    """
     rows = kept.nonzero()[:, 0].tolist()  # dropped rows cost no compute and do not dilute the mean
     if not rows:
         return {"grad_norm": 0.0, "tokens": 0, "logp_gap": 0.0}
     model, own = pair.activate(adapter, train=True), pair.of(adapter).parameters[adapter].values()
     prompts, completions = [rollouts.prompts[r] for r in rows], [rollouts.completions[r] for r in rows]
-    advantages = advantages[rows].float().to(model.device)  # (B,)
+    advantages = advantages[rows].float().to(model.device)  # (B,) from here on B counts kept rows alone
     total_tokens = sum(map(len, completions))  # computed once, before the split; includes each end-of-turn token
     row_lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
 
     def score(batch: list[int]) -> torch.Tensor:  # (b, C)
         return token_logprobs(model, [prompts[i] for i in batch], [completions[i] for i in batch], config.temperature)
 
-    def score_all() -> list[torch.Tensor]:  # each row's log-probs, (C of the row,)
-        old = {}
-        with torch.no_grad():
-            for batch in micro_batches(row_lengths, config.micro_tokens):
-                old.update({i: logp[: len(completions[i])] for i, logp in zip(batch, score(batch), strict=True)})
-        return [old[i] for i in range(len(rows))]
+    @torch.no_grad()
+    def score_all() -> dict[int, torch.Tensor]:  # each row's log-probs, (C of the row,)
+        scored = {}
+        for batch in micro_batches(row_lengths, config.micro_tokens):
+            scored.update({i: logp[: len(completions[i])] for i, logp in zip(batch, score(batch), strict=True)})
+        return scored
 
     def accumulate() -> float:  # the gradient of the whole stream; returns the widest gap to the sampler's log-probs
         optimizer.zero_grad(set_to_none=True)  # what an attempt that ran out of memory left behind
@@ -310,7 +278,7 @@ def update_policy(
 
     # With one update the policy that sampled is the policy that learns: old = logp.detach(), the ratio is exactly 1.
     # With more, old log-probs come from this same forward, not from the sampler, whose kernels round differently.
-    old = until_it_fits(score_all, config, "micro_tokens", min(row_lengths)) if config.inner_epochs > 1 else []
+    old = until_it_fits(score_all, config, "micro_tokens", min(row_lengths)) if config.inner_epochs > 1 else {}
     gaps = []  # between sampler and trainer on the same tokens, before the first update: a bug shows here first
     for _ in range(config.inner_epochs):
         gaps.append(until_it_fits(accumulate, config, "micro_tokens", min(row_lengths)))
@@ -325,44 +293,40 @@ def update_policy(
 def agon_step(
     pair: Pair, optimizers: dict[str, torch.optim.Optimizer], problems: Sequence[Problem], step: int, config: Config
 ) -> tuple[dict, Stage, Stage | None]:
-    """One step of METHOD.md on a batch of problems -> (metrics, drafts, challenges; None under grpo)."""
-    started, events = time.perf_counter(), EVENTS.copy()
-    sampling = dict(
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        seed=config.seed * 1_000_000 + step,
-    )
-    lam = config.format_weight
-    # 1. Roles: A drafts at even steps, B at odd ones.
+    """One step of the method on a batch of problems -> (metrics, drafts, challenges; None under grpo).
+
+    Raises FloatingPointError where logits or a gradient are not finite, and what `until_it_fits` cannot mend.
+    """
+    started, events, lam = time.perf_counter(), EVENTS.copy(), config.format_weight
+    # 1. Roles: A drafts at even steps, B at odd ones. Under grpo there is one policy, and nobody to challenge it.
     drafter, challenger = ("A", "B") if step % 2 == 0 else ("B", "A")
-    if config.method == "grpo":  # one policy, the same 2N rollouts per problem, and no exchange
-        drafter, challenges = "A", None
-        n = 2 * config.group_size
-        drafts = until_it_fits(
-            lambda: draft_stage(pair, drafter, problems, n, max_rows=config.rollout_rows, **sampling),
-            config, "rollout_rows", 1,
-        )  # fmt: skip
-    else:
+    if config.method == "grpo":
+        drafter, challenger = "A", None
+
+    def roll_out() -> tuple[Stage, Stage | None]:
+        sampling = dict(
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            seed=config.seed * 1_000_000 + step,
+            max_rows=config.rollout_rows,  # read here: until_it_fits may have halved it
+        )
+        if challenger is None:  # the same 2N rollouts per problem, without an exchange
+            return draft_stage(pair, drafter, problems, 2 * config.group_size, **sampling), None
         # 2. N drafts of every problem.  3. ONE challenge for every draft, reading its summary.
-        n = config.group_size
-        drafts, challenges = until_it_fits(
-            lambda: cascade(pair, problems, drafter, challenger, n, max_rows=config.rollout_rows, **sampling),
-            config, "rollout_rows", 1,
-        )  # fmt: skip
+        return cascade(pair, problems, drafter, challenger, config.group_size, **sampling)
+
+    drafts, challenges = until_it_fits(roll_out, config, "rollout_rows", 1)
     sampled = time.perf_counter()
 
-    streams = [
-        ("draft", drafts, [draft_reward(c, phi, lam) for c, phi in zip(drafts.correct, drafts.phi, strict=True)])
-    ]
+    rewards = [draft_reward(c_a, phi, lam) for c_a, phi in zip(drafts.correct, drafts.phi, strict=True)]
+    streams = [("draft", drafts, rewards)]
     if challenges:
-        bonus = bonus_of(vars(config))
         rows = zip(challenges.correct, drafts.correct, challenges.phi, strict=True)  # c(b), c(a), phi(b)
-        streams.append(
-            ("challenge", challenges, [challenge_reward(c_b, c_a, phi, lam, bonus) for c_b, c_a, phi in rows])
-        )
+        rewards = [challenge_reward(c_b, c_a, phi, lam, bonus_of(vars(config))) for c_b, c_a, phi in rows]
+        streams.append(("challenge", challenges, rewards))
 
-    metrics: dict = {"step": step, "drafter": drafter, "challenger": challenger if challenges else None}
+    metrics: dict = {"step": step, "drafter": drafter, "challenger": challenger}
     for name, stage, rewards in streams:
         # 4. Advantages, within the rows of one problem, in each stream by itself.
         advantages, kept = group_advantages(rewards, stage.group, config.scale_std)
@@ -375,7 +339,7 @@ def agon_step(
             "accuracy": rate(stage.correct),
             "reward": sum(rewards) / len(rewards),
             "format": sum(stage.phi) / len(stage.phi),
-            "dead_groups": 1 - kept.float().mean().item(),  # share of groups without any signal; all are of one size
+            "dead_groups": 1 - kept.float().mean().item(),  # rows without a signal, so groups: all are of one size
             "format_only_groups": (kept & ~by_outcome).float().mean().item(),  # a signal from the format alone
             "mean_tokens": sum(map(len, completions)) / len(completions),
             "truncated": 1 - sum(stage.rollouts.finished) / len(completions),
@@ -420,7 +384,7 @@ def train(
     """Train the pair (or, under grpo, policy A) into `folder`; returns one metrics dict per step.
 
     before: bytes in use that are not ours, taken off the measured peak. planned: the estimate to show beside it.
-    Ctrl-C, divergence or a full disk saves the adapters as they stand, as far as that goes, and is raised again.
+    Whatever agon_step raises, Ctrl-C and a full disk too, passes through, after the adapters were saved as they stand.
     """
     # One optimizer per adapter: a shared AdamW would move the resting policy by its momentum.
     optimizers = {
@@ -428,7 +392,6 @@ def train(
         for name in policies_of(vars(config))
     }
     stream = problem_stream(problems, config.seed)
-    bonus = bonus_of(vars(config))
     history: list[dict] = []
     bar = tqdm(total=config.steps, unit="step", mininterval=0.2 if sys.stderr.isatty() else 15, dynamic_ncols=True)
     with (
@@ -448,16 +411,14 @@ def train(
                 history.append({**metrics, "lr": lr, "peak_memory": peak and peak - before})
                 print(json.dumps(history[-1]), file=metrics_file, flush=True)
                 if challenges:
-                    record = exchange_records(batch, drafts, challenges, config.format_weight, bonus)[0]
-                    print(json.dumps({"step": step, **record}), file=samples_file, flush=True)
+                    records = exchange_records(batch, drafts, challenges, config.format_weight, bonus_of(vars(config)))
+                    print(json.dumps({"step": step, **records[0]}), file=samples_file, flush=True)
                 bar.set_postfix_str(progress_line(history[-10:]), refresh=False)
                 bar.update()
                 if step == 2:
                     minutes = (time.perf_counter() - started) / 3 * config.steps / 60
-                    bar.write(
-                        f"the first steps say: about {minutes:.1f} minutes of training, then the evaluation",
-                        file=sys.stderr,
-                    )
+                    said = f"the first steps say: about {minutes:.1f} minutes of training, then the evaluation"
+                    bar.write(said, file=sys.stderr)
                     if peak:
                         plan_says = f", {planned.total / GIB:.2f} planned" if planned else ""
                         bar.write(f"peak memory so far: {(peak - before) / GIB:.2f} GiB{plan_says}", file=sys.stderr)
@@ -475,8 +436,8 @@ def progress_line(recent: list[dict]) -> str:
 
     line = f"draft {mean('draft', 'accuracy'):.0%}"
     if recent[-1]["challenger"]:
-        line += f", challenge {mean('challenge', 'accuracy'):.0%}, convert {mean('rates', 'fix'):.0%}"
-        line += f", copy {mean('rates', 'copy'):.0%}"
+        line += f", challenge {mean('challenge', 'accuracy'):.0%}"
+        line += f", convert {mean('rates', 'fix'):.0%}, copy {mean('rates', 'copy'):.0%}"
     speed = sum(m["tokens_per_second"] for m in recent) / len(recent)
     return line + f", dead {mean('draft', 'dead_groups'):.0%}, {speed / 1000:.1f}k tok/s"
 
@@ -488,24 +449,34 @@ GIB = 2**30
 HEADROOM = 0.85  # the part of a device's memory that is planned with; the driver and the allocator's gaps get the rest
 
 
-def plan(config: Config) -> Memory:
-    """The estimate for this run, from the config file of its base; fills in --rollout-rows and --micro-tokens where 0.
-
-    Each becomes the most that fits. Raises ValueError with one line where not even one row does.
-    """
-    room = config.memory * GIB
-    if not room or not config.estimate or (config.device.startswith("cuda") and torch.cuda.is_available()):
-        room = min(room or math.inf, free_memory(config.device))
-    room *= HEADROOM
-    pair = load_pair(
+def new_pair(config: Config, meta: bool = False) -> Pair:
+    """The pair of a run, with fresh adapters; meta and exceptions as for load_pair."""
+    return load_pair(
         config.base,
         model_b=config.model_b,
         rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        b_init_std=config.b_init_std,
         four_bit=config.four_bit,
         checkpointing=config.gradient_checkpointing,
         device=config.device,
-        meta=True,
+        meta=meta,
+        seed=config.seed,
     )
+
+
+def plan(config: Config) -> Memory:
+    """The estimate for this run, from the config file of its base; fills in --rollout-rows and --micro-tokens where 0.
+
+    Each becomes the most that fits. Raises ValueError with one line where not even one row fits, or not the rows that
+    are given, and where the base cannot be estimated or free memory is not known.
+    """
+    room = config.memory * GIB
+    # With --estimate, --memory may speak of a device that is not there; else what is free is a limit too.
+    if not room or not config.estimate or (config.device.startswith("cuda") and torch.cuda.is_available()):
+        room = min(room or math.inf, free_memory(config.device))
+    room *= HEADROOM
+    pair = new_pair(config, meta=True)
     width = config.prompt_tokens + config.max_tokens
 
     def pick(logits: torch.Tensor, noise: torch.Tensor):
@@ -517,7 +488,7 @@ def plan(config: Config) -> Memory:
         except RuntimeError as error:  # an operation that the meta device lacks
             raise ValueError(f"the memory of {config.base} cannot be estimated: {first_line(error)}") from error
 
-    def most(total: Callable[[int], int], limit: int) -> int:  # memory grows in a line with the rows, but for rounding
+    def most(total: Callable[[int], int], limit: int) -> int:  # rows; their memory is a straight line, but for rounding
         one = total(1)
         if one >= room or limit == 1:
             return 1
@@ -526,9 +497,9 @@ def plan(config: Config) -> Memory:
             rows -= 1 + rows // 16
         return rows
 
-    stage = config.problems_per_step * config.group_size * (2 if config.method == "grpo" else 1)
+    stage = config.problems_per_step * config.group_size * (2 if config.method == "grpo" else 1)  # rows of a stream
     rows = config.rollout_rows or most(lambda n: memory(n, 1).total, min(stage, 1024))
-    micro_rows = max(1, config.micro_tokens // width) or 1
+    micro_rows = max(1, config.micro_tokens // width)
     if not config.micro_tokens:
         micro_rows = most(lambda n: memory(1, n).total, min(stage, 16))
     result = memory(min(rows, stage), min(micro_rows, stage))
@@ -541,9 +512,35 @@ def plan(config: Config) -> Memory:
     return result
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """PyTorch has an exception for it on a GPU; CUDA's libraries and a CPU say it in words, numpy with MemoryError."""
+    words = ("out of memory", "can't allocate memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
+
+
+def until_it_fits(work: Callable, config: Config, budget: str, least: int):
+    """work(); whenever the device runs out of memory, halve config.<budget> and start `work` over, down to `least`.
+
+    Starting over gives the same result, but for rounding: rows draw noise keyed by seed, step and prompt, and nothing
+    else is random. What `work` raises otherwise, or at `least`, passes through.
+    """
+    while True:
+        try:
+            return work()
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or getattr(config, budget) <= least:
+                raise
+        # Not inside the except block, where the traceback would keep the failed attempt's tensors alive.
+        setattr(config, budget, getattr(config, budget) // 2)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        again = f"that part of the step is done again, and the rest of the run, with --{budget.replace('_', '-')}"
+        print(f"\nout of memory: {again} {getattr(config, budget)}", file=sys.stderr)
+
+
 def give_back_freed_memory() -> None:
     """glibc keeps freed blocks for later, in pieces that fit nothing: the process would grow to several times the plan.
-    With each block of 64 KiB or more mapped by itself, what is freed is gone. It costs some time."""
+    With each block of 64 KiB or more mapped by itself, what is freed goes back to the system. It costs some time."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
 
@@ -579,22 +576,22 @@ def draw_curves(history: list[dict], path: Path, title: str) -> None:
         points = [(x, y) for x, y in points if y is not None]
         if points:
             xs, ys = zip(*points, strict=True)
-            smooth = [sum(ys[max(0, i - 4) : i + 5]) / len(ys[max(0, i - 4) : i + 5]) for i in range(len(ys))]
+            windows = [ys[max(0, i - 4) : i + 5] for i in range(len(ys))]
+            smooth = [sum(window) / len(window) for window in windows]
             axis.plot(xs, ys, color=colour, alpha=0.2, linewidth=0.8)
             axis.plot(xs, smooth, color=colour, label=label)
 
     policies = sorted({m["challenger"] for m in history if m["challenger"]})
-    figure, axes = plt.subplots(1, 1 + len(policies), figsize=(4.6 * (1 + len(policies)), 3.4), squeeze=False)
-    axis = axes[0][0]
-    draw(axis, [(m["step"], m["draft"]["accuracy"]) for m in history], "draft", "tab:blue")
-    draw(axis, [(m["step"], m["challenge"]["accuracy"]) for m in history if "challenge" in m], "challenge", "tab:red")
-    axis.set_title(f"{title}: accuracy on training problems")
-    for axis, policy in zip(axes[0][1:], policies, strict=True):
+    figure, (axes,) = plt.subplots(1, 1 + len(policies), figsize=(4.6 * (1 + len(policies)), 3.4), squeeze=False)
+    for stream, colour in (("draft", "tab:blue"), ("challenge", "tab:red")):
+        draw(axes[0], [(m["step"], m[stream]["accuracy"]) for m in history if stream in m], stream, colour)
+    axes[0].set_title(f"{title}: accuracy on training problems")
+    for axis, policy in zip(axes[1:], policies, strict=True):
         rows = [m for m in history if m["challenger"] == policy]
         for key, colour in (("fix", "tab:green"), ("keep", "tab:purple"), ("copy", "tab:orange")):
             draw(axis, [(m["step"], m["rates"][key]) for m in rows], key, colour)
         axis.set_title(f"{policy} as challenger")
-    for axis in axes[0]:
+    for axis in axes:
         axis.set(xlabel="step", ylim=(-0.02, 1.02))
         axis.grid(alpha=0.3)
         axis.legend(loc="best", fontsize=8)
@@ -604,6 +601,7 @@ def draw_curves(history: list[dict], path: Path, title: str) -> None:
 
 
 def write_report(config: Config, folder: Path, result: dict, exchanges: list[dict]) -> None:
+    """report.md: the settings, the table, the curves and a few exchanges, to be read by itself."""
     changed = [
         f"`--{f.name.replace('_', '-')} {getattr(config, f.name)}`"
         for f in dataclasses.fields(Config)
@@ -637,7 +635,7 @@ def parse_config(argv: list[str] | None) -> Config:
 
 
 def make_run_folder(config: Config) -> Path:
-    """Create the run folder. Never writes into one that holds anything: nothing the user has may be lost."""
+    """Create the run folder. Raises ValueError for one that holds anything: nothing the user has may be lost."""
     folder = Path(config.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.method}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--out {folder} exists and is not an empty folder; name a new one")
@@ -650,45 +648,36 @@ def write_config(config: Config, folder: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The exit code: 0, 2 after one line about what is wrong, 130 after Ctrl-C."""
     try:
         config = parse_config(argv)
         config.check()
         torch.set_num_threads(config.threads)
-        own = Path(config.task).suffix.lower() in reward.ENDINGS
-        bases = [base for base in (config.base, config.model_b) if base and not is_embedded(base)]  # the real ones
-        for name in ("data", "base", "model_b") + ("task",) * own:
+        own_file = Path(config.task).suffix.lower() in reward.ENDINGS
+        real = [base for base in (config.base, config.model_b) if base and not is_embedded(base)]
+        for name in ("data", "base", "model_b") + ("task",) * own_file:
             value = getattr(config, name)
             if value not in ("", "tiny") and Path(value).exists():  # a path: the run folder must work from anywhere
                 setattr(config, name, str(Path(value).resolve()))
-        config.device = config.device or default_device(bases[0] if bases else config.base)
+        config.device = config.device or default_device(real[0] if real else config.base)
         if config.four_bit is None:
-            config.four_bit = any(default_four_bit(base, config.device) for base in bases)
+            config.four_bit = any(default_four_bit(base, config.device) for base in real)
         if config.gradient_checkpointing is None:
-            config.gradient_checkpointing = bool(bases)
+            config.gradient_checkpointing = bool(real)
         planned = None
-        if bases or config.estimate or config.memory or not (config.micro_tokens and config.rollout_rows):
+        if real or config.estimate or config.memory or not (config.micro_tokens and config.rollout_rows):
             if not config.estimate:
                 check_device(config.device)
             planned = plan(config)
             print(format_plan(planned, config), flush=True)
         if config.estimate:
             return 0
-        if bases and config.device == "cpu" and sys.platform == "linux":
+        if real and config.device == "cpu" and sys.platform == "linux":
             give_back_freed_memory()
         reward.ALLOW_UNSANDBOXED = config.allow_unsandboxed_code
         train_set, validation, test = (load_split(vars(config), split) for split in ("train", "validation", "test"))
         before = peak_memory("cpu") if config.device == "cpu" else 0
-        pair = load_pair(
-            config.base,
-            model_b=config.model_b,
-            rank=config.lora_rank,
-            alpha=config.lora_alpha,
-            b_init_std=config.b_init_std,
-            four_bit=config.four_bit,
-            checkpointing=config.gradient_checkpointing,
-            device=config.device,
-            seed=config.seed,
-        )
+        pair = new_pair(config)
         folder = make_run_folder(config)
         write_config(config, folder)
     except (ValueError, OSError) as error:
@@ -715,9 +704,8 @@ def main(argv: list[str] | None = None) -> int:
             lambda: evaluate(pair, test, validation, policies, **eval_sampling(vars(config))), config, "rollout_rows", 1
         )
         write_config(config, folder)  # with the budgets that the device really has room for
-        drafts, challenges = cascade(  # the same rows again
-            pair, test[:100], *result["direction"].split(">"), **eval_sampling(vars(config))
-        )
+        picked = result["direction"].split(">")
+        drafts, challenges = cascade(pair, test[:100], *picked, **eval_sampling(vars(config)))  # as in the table, again
     except KeyboardInterrupt:
         print(f"\ninterrupted; the adapters are saved. Evaluate them: python cascade.py eval --run {folder}")
         return 130
@@ -730,9 +718,8 @@ def main(argv: list[str] | None = None) -> int:
         return complain("agon.py", ValueError(f"{config.device} is out of memory, with nothing left to halve: {mend}"))
 
     (folder / "results.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    exchanges = telling_exchanges(
-        exchange_records(test, drafts, challenges, config.format_weight, bonus_of(vars(config)))
-    )
+    records = exchange_records(test, drafts, challenges, config.format_weight, bonus_of(vars(config)))
+    exchanges = telling_exchanges(records)
     write_report(config, folder, result, exchanges)
     print("\n" + format_table(result) + "\n")
     for record in exchanges:

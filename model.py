@@ -1,5 +1,5 @@
-"""A frozen base in 4-bit, two LoRA adapters A and B on it (or each on a base of its own), the log-probabilities that
-the loss needs, and what all of it takes of a card's memory, known before anything is loaded.
+"""A frozen base, in 4-bit on a GPU, two LoRA adapters A and B on it (or each on a base of its own), the
+log-probabilities that the loss needs, and what all of it takes of a card's memory, known before anything is loaded.
 
 Shape alphabet of the whole project: B rows, T tokens, P prompt, C longest completion, V vocabulary, N group, D width,
 M completion tokens of all rows together; a lower-case letter is one chunk or micro-batch of its upper case.
@@ -43,9 +43,9 @@ from transformers.utils import logging as transformers_logging
 
 ADAPTERS = ("A", "B")  # the two policies; also the names of their folders
 EMBEDDED = Path(__file__).resolve().parent / "tiny"  # the base called "tiny"
-READING_ERRORS = (  # of what transformers raises where a folder is not in order
+READING_ERRORS = (  # what transformers and PEFT raise where a folder is not in order
     OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, SafetensorError,
-    StrictDataclassError,
+    StrictDataclassError, TemplateError, re.error,
 )  # fmt: skip
 LOGIT_BUDGET = 2**26  # floats of logits alive at once in token_logprobs: 256 MiB in fp32, about 440 tokens at V = 151k
 
@@ -62,7 +62,7 @@ class Pair:
     tokenizer: object
     stop_ids: frozenset[int]  # every id that ends a turn; a completion keeps the one it stopped at
     parameters: dict[str, dict[str, torch.nn.Parameter]]
-    device: str = "cpu"  # where the active base computes
+    device: str = "cpu"  # where the model computes; of two bases, the one whose turn it is
     rival: Pair | None = field(default=None, repr=False)
 
     def of(self, adapter: str | None) -> Pair:
@@ -73,7 +73,7 @@ class Pair:
         """The causal LM with exactly this adapter switched on (None: the bare base), ready to sample or to train.
 
         PEFT's set_adapter() also flips requires_grad of every adapter, and silently: so it is set by hand, last.
-        Gradient checkpointing acts in train mode alone: it would switch the KV cache off.
+        Train mode switches gradient checkpointing on (and with it the KV cache off), nothing else: there is no dropout.
         """
         pair = self.of(adapter)
         if adapter is None:
@@ -81,7 +81,7 @@ class Pair:
         else:
             pair.model.base_model.enable_adapter_layers()
             pair.model.base_model.set_adapter(adapter)
-        for half in [pair, pair.rival] if pair.rival else [pair]:
+        for half in filter(None, (pair, pair.rival)):
             for name, tensors in half.parameters.items():
                 for tensor in tensors.values():
                     tensor.requires_grad_(train and name == adapter)
@@ -93,8 +93,12 @@ class Pair:
 
     def save(self, folder: Path) -> None:
         """Write folder/A and folder/B, two plain PEFT folders."""
-        for half in [self, self.rival] if self.rival else [self]:
+        for half in filter(None, (self, self.rival)):
             half.model.save_pretrained(folder, selected_adapters=list(half.parameters))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Loading. The many checks turn what would be a silent fault, or a stack trace, into a ValueError of one line.
 
 
 def is_embedded(base: str | Path) -> bool:
@@ -141,28 +145,30 @@ def load_pair(
     """Load a base (hub id or folder) with fresh adapters A and B, or those of `run`; with `model_b`, B on that base.
 
     A starts as PEFT's standard init (lora_B = 0: the base itself), B with lora_B drawn from N(0, b_init_std^2), so
-    the two differ from step 0 (METHOD, "The two policies"). Adapters are fp32 whatever the base is in.
+    the two differ from step 0. Adapters are fp32 whatever the base is in; those of `run` keep their rank and alpha.
     device None: `default_device`. four_bit None: `default_four_bit`. checkpointing: recompute each layer in the
     backward pass. meta: from the config file alone, without weights, for `estimate` of that device.
-    Raises ValueError with one line for a base or an adapter that cannot be read, or that the device cannot hold.
+    Raises ValueError with one line for a device that is not there, for a base or an adapter that cannot be read or is
+    not what training needs, and for a base that the device cannot hold.
     """
     device = device or default_device(base)
     if not meta:
         check_device(device)
     torch.manual_seed(seed)  # before the adapters exist, or lora_A would differ between runs of one seed
     halves = []
-    for one, names in [(base, ADAPTERS)] if not model_b else [(base, ("A",)), (model_b, ("B",))]:
-        quantize = default_four_bit(one, device) if four_bit is None else four_bit
-        model, tokenizer = load_base(one, quantize, device, meta)
+    for half_base, names in [(base, ("A",)), (model_b, ("B",))] if model_b else [(base, ADAPTERS)]:
+        quantize = default_four_bit(half_base, device) if four_bit is None else four_bit
+        model, tokenizer = load_base(half_base, quantize, device, meta)
         peft_model, parameters = add_adapters(model, names, run, rank, alpha, b_init_std)
         if checkpointing:  # the non-reentrant kind: the reentrant one gives a frozen base's adapters no gradient
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False})  # transformers 5.24 renamed it
-        stops = frozenset() if tokenizer is None else stop_ids(model, tokenizer)
+        stops = frozenset() if meta else stop_ids(model, tokenizer)
         halves.append(Pair(peft_model, tokenizer, stops, parameters, device))
         if model_b and not meta:
             peft_model.to("cpu")  # until its turn
-    halves[0].rival, halves[-1].rival = (halves[1], halves[0]) if model_b else (None, None)
+    if model_b:
+        halves[0].rival, halves[1].rival = halves[1], halves[0]
     for name in ADAPTERS:  # what must be true after every load, or a policy would silently never learn
         half = halves[0].of(name)
         half.activate(name, train=True)
@@ -172,10 +178,10 @@ def load_pair(
 
 
 def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tuple[PreTrainedModel, object]:
-    """(frozen causal LM in evaluation mode, its tokenizer); meta: without weights, and without tokenizer."""
-    base = EMBEDDED if base == "tiny" else base
-    if not Path(base).is_dir() and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(base)):
-        raise ValueError(f"no base model folder {str(base)!r} (give a folder, a hub id owner/name, or 'tiny')")
+    """(causal LM in evaluation mode, its tokenizer); meta: (it without weights, None). ValueError as load_pair."""
+    base = str(EMBEDDED if base == "tiny" else base)
+    if not Path(base).is_dir() and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", base):
+        raise ValueError(f"no base model folder {base!r} (give a folder, a hub id owner/name, or 'tiny')")
     if four_bit and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError("4-bit needs the package bitsandbytes: pip install bitsandbytes, or say --no-4bit")
     if four_bit and device == "mps":
@@ -183,7 +189,7 @@ def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tupl
     # fp32 on CPU, where bf16 is slow, and where it makes every equality test meaningful.
     dtype = torch.float32 if device == "cpu" or is_embedded(base) else torch.bfloat16
     quantization = None
-    if four_bit and not meta:
+    if four_bit:
         quantization = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
@@ -195,7 +201,7 @@ def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tupl
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         if getattr(config, "quantization_config", None):
             raise ValueError("it is quantized already; give the full-precision base, it is quantized while it loads")
-        for part in (config, config.get_text_config()):  # dropout would score, in training, what nobody sampled
+        for part in (config, config.get_text_config()):  # with dropout, training would score what nobody sampled
             for key in [k for k, v in vars(part).items() if re.search("drop|jitter", k) and isinstance(v, float)]:
                 setattr(part, key, 0.0)
         if config.model_type == "gemma4":  # text alone: its towers for images and sound would fill the card for nothing
@@ -223,43 +229,41 @@ def load_base(base: str | Path, four_bit: bool, device: str, meta: bool) -> tupl
     except torch.OutOfMemoryError as error:
         raise ValueError(f"{base} does not fit this card: choose a smaller base; --estimate says what fits") from error
     except READING_ERRORS as error:
-        why = "its weights have other shapes than its config.json says"
-        why = why if "mismatched_sizes" in str(error) else first_line(error)
-        raise ValueError(f"cannot load the base model {str(base)!r}: {why}") from error
+        shapes = "its weights have other shapes than its config.json says"
+        why = shapes if "mismatched_sizes" in str(error) else first_line(error)
+        raise ValueError(f"cannot load the base model {base!r}: {why}") from error
     if not tokenizer.encode("1", add_special_tokens=False):  # what the loader makes of a folder without tokenizer.json
-        raise ValueError(f"the tokenizer of {str(base)!r} knows no tokens; is tokenizer.json missing?")
+        raise ValueError(f"the tokenizer of {base!r} knows no tokens; is tokenizer.json missing?")
     if tokenizer.chat_template is None:
-        raise ValueError(f"{str(base)!r} has no chat template; Agon's prompts need an instruction-tuned model")
+        raise ValueError(f"{base!r} has no chat template; Agon's prompts need an instruction-tuned model")
     if max(tokenizer.get_vocab().values()) >= model.get_input_embeddings().num_embeddings:
-        raise ValueError(f"the tokenizer of {str(base)!r} has ids that its model has no embedding for")
+        raise ValueError(f"the tokenizer of {base!r} has ids that its model has no embedding for")
     if report["missing_keys"]:  # transformers fills them with noise, and only reports it
-        raise ValueError(f"{str(base)!r} lacks weights of its model, {min(report['missing_keys'])} among them")
+        raise ValueError(f"{base!r} lacks weights of its model, {min(report['missing_keys'])} among them")
     if not all(getattr(module, "is_causal", True) for module in model.get_decoder().modules()):
-        raise ValueError(f"{str(base)!r} is no causal language model: its tokens see those that come after them")
+        raise ValueError(f"{base!r} is no causal language model: its tokens see those that come after them")
     # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first inference for a kernel that has no
     # backward: after sampling once, gradients would stop at every frozen layer, without an error.
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    # Some families do more to their logits than `head_logprobs` knows (Granite and Cohere scale them): no silent gap.
+    # Some families do more to their logits than `head_logprobs` knows (Granite and Cohere scale them): compare it with
+    # the model's own forward, once, on any three tokens.
     ids = torch.tensor([[0, 1, 2]], device=model.device)  # (1, 3)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0].float()  # (3, V)
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]  # (3, D)
     gap = head_logprobs(model, hidden, ids[0], 1.0) - logits.log_softmax(-1).gather(-1, ids.T)[:, 0]  # (3,)
     if gap.abs().max() > 0.5:  # bf16 alone makes 0.1
-        raise ValueError(f"{str(base)!r} does more to its logits than is known here; choose another family")
+        raise ValueError(f"{base!r} does more to its logits than is known here; choose another family")
     return model, tokenizer
 
 
 def silence_third_parties(device: str) -> None:
     """Noise beside our own output, silenced by name."""
     transformers_logging.disable_progress_bar()  # "Loading weights"
-    for text in (
-        "`is_gradient_checkpointing` is deprecated",  # PEFT using a renamed attribute of transformers
-        "`gradient_checkpointing_enable` is deprecated",
-    ):
-        warnings.filterwarnings("ignore", message=text, category=FutureWarning)
+    renamed = "`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated"  # PEFT uses the old names
+    warnings.filterwarnings("ignore", message=renamed, category=FutureWarning)
     loader = logging.getLogger("transformers.modeling_utils")  # a table of what fits not; load_base says it in a line
     loader.addFilter(lambda record: "LOAD REPORT" not in record.msg)
     hub = logging.getLogger("huggingface_hub.utils._http")  # without a network: ten lines of retries, then the error
@@ -275,32 +279,26 @@ def add_adapters(model: PreTrainedModel, names: Sequence[str], run, rank: int, a
     PeftModel.from_pretrained would freeze what it loads and ignore missing keys: so the adapters are built first, and
     a saved file must fill exactly the tensors that are there.
     """
-    configs = {
-        name: LoraConfig(r=rank, lora_alpha=alpha, target_modules=lora_targets(model), lora_dropout=0.0)
-        for name in names
-    }
-    if run is not None:
-        configs = {name: read_adapter_config(run / name) for name in names}
+    fresh = dict(r=rank, lora_alpha=alpha, target_modules=lora_targets(model), lora_dropout=0.0)
+    configs = {name: read_adapter_config(run / name) if run else LoraConfig(**fresh) for name in names}
     try:
         peft_model = get_peft_model(model, configs[names[0]], adapter_name=names[0])
         for name in names[1:]:
             peft_model.add_adapter(name, configs[name])
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, re.error) as error:
-        raise ValueError(
-            f"cannot put the adapters of {run or 'a new pair'} on the base: {first_line(error)}"
-        ) from error
+    except READING_ERRORS as error:
+        whose = run or "a new pair"
+        raise ValueError(f"cannot put the adapters of {whose} on the base: {first_line(error)}") from error
     parameters = {
         name: {key: p for key, p in peft_model.named_parameters() if f".{name}." in key and "lora_" in key}
         for name in names
     }
-    if run is not None:
-        for name in names:
+    for name in names:
+        if run:
             load_adapter(peft_model, name, run / name)
-    elif "B" in names:
-        with torch.no_grad():
+        elif name == "B":
             for key, p in parameters["B"].items():
                 if "lora_B" in key:
-                    p.normal_(0.0, b_init_std)
+                    torch.nn.init.normal_(p, 0.0, b_init_std)
     assert len({len(tensors) for tensors in parameters.values()}) == 1
     return peft_model, parameters
 
@@ -322,17 +320,17 @@ def stop_ids(model: PreTrainedModel, tokenizer) -> frozenset[int]:
 
     Gemma's tokenizer names <eos>, its generation config the end of a turn; Qwen3.5's config names <|endoftext|> alone.
     Where no file names it, the chat template shows it: it is the special token after an assistant's words.
+    Raises ValueError for a template that fails or leaves the words out, and where there is no such id.
     """
     found: set[int] = set()
-    configs = (model.config, model.config.get_text_config(), model.generation_config)
-    for source in (tokenizer, *configs):
+    for source in (tokenizer, model.config, model.config.get_text_config(), model.generation_config):
         ids = getattr(source, "eos_token_id", None)
         found.update(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "words"}]
     try:
         asked = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
         tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("words")[2]
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+    except READING_ERRORS as error:
         raise ValueError(f"the chat template of the base does not work: {first_line(error)}") from error
     if "Hi" not in asked:
         raise ValueError("the chat template of the base leaves the user's words out; prompts here are plain text")
@@ -344,11 +342,12 @@ def stop_ids(model: PreTrainedModel, tokenizer) -> frozenset[int]:
 
 
 def read_adapter_config(folder: Path) -> LoraConfig:
+    """The adapter's saved settings. Raises ValueError where there are none, or others than Agon writes."""
     if not (folder / "adapter_config.json").is_file():
         raise ValueError(f"no adapter in {folder} (expected adapter_config.json and adapter_model.safetensors)")
     try:
         saved = LoraConfig.from_pretrained(folder)
-    except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
+    except READING_ERRORS as error:
         raise ValueError(f"damaged adapter config in {folder}: {first_line(error)}") from error
     if not isinstance(saved, LoraConfig) or saved.use_rslora or saved.use_dora or saved.init_lora_weights is not True:
         raise ValueError(f"the adapter in {folder} is not the plain LoRA that Agon writes")
@@ -356,7 +355,7 @@ def read_adapter_config(folder: Path) -> LoraConfig:
 
 
 def load_adapter(peft_model: PeftModel, name: str, folder: Path) -> None:
-    """Fill adapter `name` from a PEFT folder; every tensor must be there, and nothing else."""
+    """Fill adapter `name` from a PEFT folder. Raises ValueError unless every tensor is there, finite, and none else."""
     expected = {k: v.shape for k, v in get_peft_model_state_dict(peft_model, adapter_name=name).items()}
     try:
         saved = load_file(folder / "adapter_model.safetensors")
@@ -376,6 +375,10 @@ def first_line(error: Exception) -> str:
 def cache_argument(model: PreTrainedModel) -> str:
     """The forward's name for its KV cache: transformers 5.24 renamed past_key_values to cache."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Log-probabilities
 
 
 def token_logprobs(
@@ -402,13 +405,13 @@ def token_logprobs(
     for i, (p, c) in enumerate(zip(prompts, completions, strict=True)):
         ids[i, : len(p) + len(c)] = torch.tensor([*p, *c])
         predicts[i, len(p) - 1 : len(p) + len(c) - 1] = True  # logits at t score token t + 1: hence the - 1
-    positions = predicts.flatten().nonzero()[:, 0].to(model.device)  # (M,) row-major
+    positions = predicts.flatten().nonzero()[:, 0].to(model.device)  # (M,) of B * T, row-major
     targets = torch.cat([torch.tensor(c, dtype=torch.long) for c in completions]).to(model.device)  # (M,) likewise
 
     hidden = model.get_decoder()(input_ids=ids.to(model.device), use_cache=False).last_hidden_state  # (B, T, D)
     hidden = hidden.flatten(0, 1)[positions]  # (M, D)
     flat = head_logprobs(model, hidden, targets, temperature, logit_budget)  # (M,)
-    in_completion = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (B, C) masks come from lengths
+    in_completion = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (B, C) from lengths alone
     out = flat.new_zeros(in_completion.numel())  # (B * C,)
     return out.index_put((in_completion.flatten().nonzero()[:, 0].to(model.device),), flat).view(in_completion.shape)
 
@@ -431,13 +434,13 @@ class HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, targets, head, temperature: float, softcap: float | None, size: int):
-        logprobs, slopes, logits = [], [], None
-        for h, t in zip(hidden.split(size), targets.split(size), strict=True):
-            del logits  # the last chunk's, before this one's: everything below works in place
+        logprobs, slopes = [], []
+        for h, t in zip(hidden.split(size), targets.split(size), strict=True):  # (m, D), (m,)
+            logits = slope = bend = None  # the last chunk's must go before this one's come; the rest works in place
             logits = head(h).float()  # (m, V)
             if softcap:
                 logits = logits.div_(softcap).tanh_()
-                bend = 1 - logits**2  # (m, V) slope of the cap
+                bend = 1 - logits**2  # (m, V) the cap's derivative
                 logits = logits.mul_(softcap)
             logits = logits.div_(temperature)
             logits -= logits.amax(-1, keepdim=True)
@@ -446,10 +449,10 @@ class HeadLogprobs(torch.autograd.Function):
             logprobs.append((chosen - total.log())[:, 0])  # (m,)
             if ctx.needs_input_grad[0]:
                 slope = logits.div_(-total)  # (m, V) -softmax
-                slope.scatter_add_(-1, t[:, None], torch.ones_like(total))
-                slope = slope.div_(temperature).mul_(bend if softcap else 1.0)
+                slope.scatter_add_(-1, t[:, None], torch.ones_like(total)).div_(temperature)
+                if softcap:
+                    slope *= bend
                 slopes.append(slope.to(h.dtype) @ head.weight)  # (m, D)
-                del slope
         ctx.save_for_backward(*slopes)
         return torch.cat(logprobs)  # (M,)
 
@@ -460,8 +463,9 @@ class HeadLogprobs(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Memory, known before the run: the real model code on PyTorch's "meta" device, where tensors have a shape but no data.
-# That counts what any family keeps for its backward pass without a formula for each.
+# Memory, known before the run: the real model code on PyTorch's "meta" device, where tensors have a shape but no data,
+# counts what any family keeps for its backward pass without a formula for each. Attention and 4-bit layers would
+# take another path there: `fused_attention` and `FourBitStandIn` mend that. Read `estimate` first.
 
 
 class PeakMemory(TorchDispatchMode):
@@ -513,16 +517,16 @@ def fused_attention() -> Iterator[None]:
 
 
 class WrittenOut(torch.autograd.Function):
-    """The product with a 4-bit weight: written out in full for the moment, forward and backward."""
+    """x @ W^T as bitsandbytes does it: the 4-bit W is dequantised in full for the moment, forward and backward."""
 
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(weight)
-        return x @ torch.empty_like(weight).t()
+        return x @ torch.empty_like(weight).t()  # (..., out)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad @ torch.empty_like(ctx.saved_tensors[0]), None
+        return grad @ torch.empty_like(ctx.saved_tensors[0]), None  # (..., in)
 
 
 class FourBitStandIn(torch.nn.Linear):
@@ -561,11 +565,11 @@ class Memory:
 
 
 def nbytes(tensors) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.nbytes for t in tensors)
 
 
 def base_bytes(pair: Pair) -> int:
-    quantized = {m.weight: m for m in pair.model.modules() if isinstance(m, FourBitStandIn)}
+    quantized = {m.weight for m in pair.model.modules() if isinstance(m, FourBitStandIn)}
     frozen = [p for name, p in pair.model.named_parameters() if ".lora_" not in name]  # tied weights come once
     return int(sum(p.numel() * (FourBitStandIn.BYTES if p in quantized else p.element_size()) for p in frozen))
 
@@ -598,10 +602,9 @@ def sampling_memory(pair: Pair, adapter: str, rows: int, prompt: int, completion
 def update_memory(pair: Pair, adapter: str, rows: int, prompt: int, completion: int) -> tuple[int, int]:
     """(bytes of activations, bytes of one chunk of logits) of one micro-batch, forward and backward."""
     model, text = pair.activate(adapter, train=True), pair.model.config.get_text_config()
-    gradients = [torch.zeros_like(p) for p in pair.parameters[adapter].values()]  # there from the second micro-batch on
-    for p, gradient in zip(pair.parameters[adapter].values(), gradients, strict=True):
-        p.grad = gradient
-    existing = [*model.parameters(), *model.buffers(), *gradients]
+    for p in pair.parameters[adapter].values():
+        p.grad = torch.zeros_like(p)  # there from the second micro-batch on; `estimate` counts them with the optimizer
+    existing = [*model.parameters(), *model.buffers(), *(p.grad for p in pair.parameters[adapter].values())]
     size = min(rows * completion, max(1, LOGIT_BUDGET // text.vocab_size))  # tokens per chunk
     hidden = torch.zeros(size, text.hidden_size, dtype=model.dtype, device="meta", requires_grad=True)  # (m, D)
     with PeakMemory([*existing, hidden]) as logits:
@@ -609,6 +612,27 @@ def update_memory(pair: Pair, adapter: str, rows: int, prompt: int, completion: 
     with PeakMemory(existing) as memory, fused_attention():
         token_logprobs(model, [[0] * prompt] * rows, [[0] * completion] * rows).sum().backward()
     return max(0, memory.peak - logits.peak), logits.peak
+
+
+def estimate(pair: Pair, rows: int, micro_rows: int, prompt: int, completion: int, choose: Callable) -> Memory:
+    """Memory of one step of `pair`, which load_pair(..., meta=True) built; with two bases, of the turn that takes more.
+
+    rows decode at once, micro_rows go through one forward and backward; prompt and completion are the tokens of the
+    longest row. choose(logits (B, V), noise (B,)) picks tokens as the sampler does. Not counted: the driver's own
+    context, some hundred MB on a GPU, and the gaps that PyTorch's allocator leaves. Raises RuntimeError where the
+    model uses an operation that the meta device lacks.
+    """
+    moments = 2 * sum(nbytes(pair.of(name).parameters[name].values()) for name in ADAPTERS)
+    turns = []
+    for name in ADAPTERS if pair.rival else ("A",):
+        half = pair.of(name)
+        kv_cache, decoding = sampling_memory(half, name, rows, prompt, completion, choose)
+        activations, logits = update_memory(half, name, micro_rows, prompt, completion)
+        there = [half, half.rival] if half.rival and half.device == "cpu" else [half]  # no card: both bases stay there
+        adapters = sum(nbytes(tensors.values()) for one in there for tensors in one.parameters.values())
+        optimizer = moments + nbytes(half.parameters[name].values())
+        turns.append(Memory(sum(map(base_bytes, there)), adapters, optimizer, kv_cache, decoding, activations, logits))
+    return max(turns, key=lambda memory: memory.total)
 
 
 def free_memory(device: str) -> int:
@@ -629,23 +653,3 @@ def peak_memory(device: str) -> int | None:
     if device == "cpu" and Path("/proc/self/status").exists():
         return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
     return None
-
-
-def estimate(pair: Pair, rows: int, micro_rows: int, prompt: int, completion: int, choose: Callable) -> Memory:
-    """Memory of one step of `pair`, which load_pair(..., meta=True) built; with two bases, of the turn that takes more.
-
-    rows decode at once, micro_rows go through one forward and backward; prompt and completion are the tokens of the
-    longest row. choose(logits (B, V), noise (B,)) picks tokens as the sampler does. Not counted: the driver's own
-    context, some hundred MB on a GPU, and the gaps that PyTorch's allocator leaves.
-    """
-    moments = 2 * sum(nbytes(pair.of(name).parameters[name].values()) for name in ADAPTERS)
-    turns = []
-    for name in ADAPTERS if pair.rival else ("A",):
-        half = pair.of(name)
-        kv_cache, decoding = sampling_memory(half, name, rows, prompt, completion, choose)
-        activations, logits = update_memory(half, name, micro_rows, prompt, completion)
-        there = [half, half.rival] if half.rival and half.device == "cpu" else [half]  # no card to take turns on
-        adapters = sum(nbytes(tensors.values()) for one in there for tensors in one.parameters.values())
-        optimizer = moments + nbytes(half.parameters[name].values())
-        turns.append(Memory(sum(map(base_bytes, there)), adapters, optimizer, kv_cache, decoding, activations, logits))
-    return max(turns, key=lambda memory: memory.total)
