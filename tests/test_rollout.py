@@ -1064,7 +1064,7 @@ def test_the_built_in_task_is_masked_as_its_policies_were_trained(answer, trail,
         alone = len(trail) == 1 and sign in ("", ":", "=")
         expected += sign + (WITHHELD if number == answer and (fresh or alone) else number)
     text = "".join(sign + number for sign, number in trail)
-    if not re.search("[:=](00)+", text):  # 0007 is 7 too
+    if not re.search(r"[:=](00)+|\A(00)+\d\d", text):  # 0007 is 7 too
         assert summarize(f"<think>05:06;</think>{text}<answer>{answer}</answer>") == expected
 
 
