@@ -502,7 +502,7 @@ def plan(config: Config) -> Memory:
     micro_rows = max(1, config.micro_tokens // width)
     if not config.micro_tokens:
         micro_rows = most(lambda n: memory(1, n).total, min(stage, 16))
-    result = memory(min(rows, stage), min(micro_rows, stage))
+    result = memory(rows, min(micro_rows, stage))  # the evaluation decodes more rows than a stage has
     if result.total > room:
         raise ValueError(
             f"this run needs {result.total / GIB:.2g} GiB on {config.device}, and {room / GIB:.2g} can be planned "
@@ -514,7 +514,7 @@ def plan(config: Config) -> Memory:
 
 def is_out_of_memory(error: Exception) -> bool:
     """PyTorch has an exception for it on a GPU; CUDA's libraries and a CPU say it in words, numpy with MemoryError."""
-    words = ("out of memory", "can't allocate memory")
+    words = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in words)
 
 
@@ -527,7 +527,7 @@ def until_it_fits(work: Callable, config: Config, budget: str, least: int):
     while True:
         try:
             return work()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or getattr(config, budget) <= least:
                 raise
         # Not inside the except block, where the traceback would keep the failed attempt's tensors alive.
@@ -602,11 +602,13 @@ def draw_curves(history: list[dict], path: Path, title: str) -> None:
 
 def write_report(config: Config, folder: Path, result: dict, exchanges: list[dict]) -> None:
     """report.md: the settings, the table, the curves and a few exchanges, to be read by itself."""
-    changed = [
-        f"`--{f.name.replace('_', '-')} {getattr(config, f.name)}`"
-        for f in dataclasses.fields(Config)
-        if getattr(config, f.name) != f.default and (f.default is not None or getattr(config, f.name))
-    ]
+    changed = []
+    for f in dataclasses.fields(Config):
+        flag, value = f.name.replace("_", "-"), getattr(config, f.name)
+        if value != f.default and f.name != "device" and (f.default is not None or value):
+            changed.append(
+                f"`--{'no-' * (value is False)}{flag}`" if isinstance(value, bool) else f"`--{flag} {value}`"
+            )
     shown = "\n\n".join(f"```\n{format_exchange(record)}\n```" for record in exchanges)
     (folder / "report.md").write_text(
         f"# {config.method} on {config.base}, seed {config.seed}\n\n"
