@@ -1053,6 +1053,8 @@ PAIR = st.integers(0, 99).map("{:02d}".format)
 
 
 @given(PAIR, st.lists(st.tuples(st.sampled_from(["", ";", ":", "="]), PAIR), max_size=6), st.booleans())
+@example("00", [("", "00"), ("", "00")], False)
+@example("07", [("", "00"), ("", "07"), (";", "07")], False)
 @example("07", [("", "07")], True)
 @settings(deadline=None, max_examples=300)
 def test_the_built_in_task_is_masked_as_its_policies_were_trained(answer, trail, same):
@@ -1064,7 +1066,9 @@ def test_the_built_in_task_is_masked_as_its_policies_were_trained(answer, trail,
         alone = len(trail) == 1 and sign in ("", ":", "=")
         expected += sign + (WITHHELD if number == answer and (fresh or alone) else number)
     text = "".join(sign + number for sign, number in trail)
-    if not re.search(r"[:=](00)+|\A(00)+\d\d", text):  # 0007 is 7 too
+    if re.fullmatch(r"(00)+\d\d", text) and int(text) == int(answer):  # all there is, and 0007 is 7 too
+        expected = WITHHELD
+    if not re.search("[:=](00)+", text):
         assert summarize(f"<think>05:06;</think>{text}<answer>{answer}</answer>") == expected
 
 
