@@ -557,7 +557,8 @@ def format_plan(memory: Memory, config: Config) -> str:
         ("logits chunk", memory.logits, "one chunk and its gradient"),
         ("total", memory.total, f"sampling {memory.sampling / GIB:.2f} or update {memory.update / GIB:.2f}, in turn"),
     ]
-    head = f"memory of {config.base} on {config.device} in GiB, prompts up to {prompt} tokens, completions up to {cap}"
+    whose = f"the larger turn of {config.base} and {config.model_b}" if config.model_b else config.base
+    head = f"memory of {whose} on {config.device} in GiB, prompts up to {prompt} tokens, completions up to {cap}"
     return "\n".join([head, *(f"  {name:13} {size / GIB:7.2f}   {note}" for name, size, note in parts)])
 
 
