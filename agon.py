@@ -76,7 +76,7 @@ from model import (
     token_logprobs,
 )
 from reward import EVENTS, Problem, challenge_reward, draft_reward
-from rollout import Rollouts, choose
+from rollout import CacheTooSmall, Rollouts, cache_budget, rehearse
 
 
 def knob(default, text: str):
@@ -310,6 +310,7 @@ def agon_step(
             top_p=config.top_p,
             seed=config.seed * 1_000_000 + step,
             max_rows=config.rollout_rows,  # read here: until_it_fits may have halved it
+            max_cache_tokens=cache_budget(config.rollout_rows, config.prompt_tokens, config.max_tokens),
         )
         if challenger is None:  # the same 2N rollouts per problem, without an exchange
             return draft_stage(pair, drafter, problems, 2 * config.group_size, **sampling), None
@@ -479,12 +480,12 @@ def plan(config: Config) -> Memory:
     pair = new_pair(config, meta=True)
     width = config.prompt_tokens + config.max_tokens
 
-    def pick(logits: torch.Tensor, noise: torch.Tensor):
-        return choose(logits, noise, config.temperature, config.top_p)
+    def sampler(*sizes) -> list[torch.Tensor]:  # (model, rows, prompt, completion)
+        return rehearse(*sizes, config.temperature, config.top_p)
 
     def memory(rows: int, micro_rows: int) -> Memory:
         try:
-            return estimate(pair, rows, micro_rows, config.prompt_tokens, config.max_tokens, pick)
+            return estimate(pair, rows, micro_rows, config.prompt_tokens, config.max_tokens, sampler)
         except RuntimeError as error:  # an operation that the meta device lacks
             raise ValueError(f"the memory of {config.base} cannot be estimated: {first_line(error)}") from error
 
@@ -712,7 +713,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\ninterrupted; the adapters are saved. Evaluate them: python cascade.py eval --run {folder}")
         return 130
-    except FloatingPointError as error:  # the run diverged
+    except (FloatingPointError, CacheTooSmall) as error:  # the run diverged; a prompt far beyond --prompt-tokens
         return complain("agon.py", error)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):

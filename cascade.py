@@ -39,7 +39,7 @@ from reward import (
     is_correct,
     load_problems,
 )
-from rollout import Rollouts, challenge_prompt, draft_prompt, sample, summarize
+from rollout import CacheTooSmall, Rollouts, cache_budget, challenge_prompt, draft_prompt, sample, summarize
 
 EVAL_SEED = 1_000_003  # fixed, so that runs of all training seeds are evaluated with the same noise
 
@@ -296,11 +296,13 @@ def load_run(folder: Path) -> tuple[dict, Pair]:
     except (ValueError, TypeError, RecursionError) as error:  # not UTF-8, not JSON, not an object
         raise ValueError(f"{path} is damaged: {error}") from error
     tasks, files = ("congruence", *reward.SOURCES), reward.ENDINGS
-    config.setdefault("model_b", "")  # runs from before there were two bases
+    config = {"model_b": "", "prompt_tokens": 768, **config}  # older runs have them not
     usable = dict.fromkeys(("base", "model_b"), lambda v: isinstance(v, str))
     usable |= {"task": lambda v: isinstance(v, str) and (v in tasks or Path(v).suffix.lower() in files)}
     usable |= {"method": lambda v: v in ("agon", "coop", "grpo"), "four_bit": lambda v: isinstance(v, bool)}
-    usable |= dict.fromkeys(("max_tokens", "rollout_rows", "threads"), lambda v: type(v) is int and 0 < v < 10**6)
+    usable |= dict.fromkeys(
+        ("max_tokens", "rollout_rows", "prompt_tokens", "threads"), lambda v: type(v) is int and 0 < v < 10**6
+    )
     usable |= dict.fromkeys(("eval_temperature", "format_weight"), lambda v: type(v) in (int, float) and 0 <= v < 1e6)
     counts = dict.fromkeys(("train_problems", "eval_problems"), lambda v: type(v) is int and v >= 0)
     texts = dict.fromkeys(("data", "question_column", "answer_column", "tests_column"), lambda v: isinstance(v, str))
@@ -330,6 +332,7 @@ def eval_sampling(config: dict) -> dict:
         "temperature": config["eval_temperature"],
         "top_p": config["eval_top_p"],
         "max_rows": config["rollout_rows"],
+        "max_cache_tokens": cache_budget(config["rollout_rows"], config["prompt_tokens"], config["max_tokens"]),
         "seed": EVAL_SEED,
     }
 
@@ -385,7 +388,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         drafter, challenger = args.direction.split(">") if args.direction else saved_direction(args.run, config)
         drafts, challenges = cascade(pair, problems, drafter, challenger, **sampling)
-    except FloatingPointError as error:  # a pair that diverged
+    except (FloatingPointError, CacheTooSmall) as error:  # a pair that diverged; a prompt far beyond prompt_tokens
         return complain(parser.prog, error)
     except torch.OutOfMemoryError:
         mend = f"lower rollout_rows in {args.run / 'config.json'}"

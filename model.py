@@ -36,7 +36,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
-    DynamicCache,
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
@@ -424,6 +423,13 @@ def head_logprobs(model: PreTrainedModel, hidden, targets, temperature: float, l
     return HeadLogprobs.apply(hidden, targets, model.get_output_embeddings(), temperature, softcap, size)
 
 
+def next_logits(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Logits of the next token from the decoder's hidden state, as the sampler needs them: (B, D) -> (B, V) float32."""
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    logits = model.get_output_embeddings()(hidden).float()  # (B, V)
+    return torch.tanh(logits / softcap) * softcap if softcap else logits
+
+
 class HeadLogprobs(torch.autograd.Function):
     """From hidden states to log-probs through a frozen LM head, one chunk of logits alive at a time.
 
@@ -575,27 +581,12 @@ def base_bytes(pair: Pair) -> int:
 
 
 @lru_cache  # a plan asks again
-def sampling_memory(pair: Pair, adapter: str, rows: int, prompt: int, completion: int, choose: Callable):
+def sampling_memory(pair: Pair, adapter: str, rows: int, prompt: int, completion: int, rehearse: Callable):
     """(bytes of the KV cache, bytes beside it) when `rows` rows with different prompts decode their last token."""
-    model, cache = pair.activate(adapter), DynamicCache(config=pair.model.config)
-
-    def forward(new: int) -> torch.Tensor:
-        ids = torch.zeros(rows, new, dtype=torch.long, device="meta")  # (B, new)
-        seen = torch.ones(rows, cache.get_seq_length() + new, dtype=torch.long, device="meta")  # (B, T)
-        arguments = {"attention_mask": seen, "position_ids": ids, "logits_to_keep": 1, cache_argument(model): cache}
-        return model(input_ids=ids, use_cache=True, **arguments).logits[:, -1]  # (B, V)
-
+    model = pair.activate(adapter)
     with torch.no_grad(), PeakMemory([*model.parameters(), *model.buffers()]) as memory, fused_attention():
-        logits = forward(prompt)  # (B, V)
-        cache.reorder_cache(torch.zeros(rows, dtype=torch.long, device="meta"))
-        prefill = memory.peak
-        if completion > 1:
-            forward(completion - 1)  # at once: the cache it leaves counts, not what it took to get there
-        kv_cache = memory.now - logits.nbytes
-        memory.peak = memory.now
-        logits = forward(1)  # (B, V)
-        choose(logits, torch.zeros(rows, dtype=torch.float64, device="meta"))
-    return kv_cache, max(prefill, memory.peak) - kv_cache
+        kv_cache = nbytes(rehearse(model, rows, prompt, completion))
+    return kv_cache, memory.peak - kv_cache
 
 
 @lru_cache
@@ -614,19 +605,19 @@ def update_memory(pair: Pair, adapter: str, rows: int, prompt: int, completion: 
     return max(0, memory.peak - logits.peak), logits.peak
 
 
-def estimate(pair: Pair, rows: int, micro_rows: int, prompt: int, completion: int, choose: Callable) -> Memory:
+def estimate(pair: Pair, rows: int, micro_rows: int, prompt: int, completion: int, rehearse: Callable) -> Memory:
     """Memory of one step of `pair`, which load_pair(..., meta=True) built; with two bases, of the turn that takes more.
 
     rows decode at once, micro_rows go through one forward and backward; prompt and completion are the tokens of the
-    longest row. choose(logits (B, V), noise (B,)) picks tokens as the sampler does. Not counted: the driver's own
-    context, some hundred MB on a GPU, and the gaps that PyTorch's allocator leaves. Raises RuntimeError where the
-    model uses an operation that the meta device lacks.
+    longest row. rehearse(model, rows, prompt, completion) does what the sampler does and returns its cache's tensors.
+    Not counted: the driver's own context, some hundred MB on a GPU, and the gaps that PyTorch's allocator leaves.
+    Raises RuntimeError where the model uses an operation that the meta device lacks.
     """
     moments = 2 * sum(nbytes(pair.of(name).parameters[name].values()) for name in ADAPTERS)
     turns = []
     for name in ADAPTERS if pair.rival else ("A",):
         half = pair.of(name)
-        kv_cache, decoding = sampling_memory(half, name, rows, prompt, completion, choose)
+        kv_cache, decoding = sampling_memory(half, name, rows, prompt, completion, rehearse)
         activations, logits = update_memory(half, name, micro_rows, prompt, completion)
         there = [half, half.rival] if half.rival and half.device == "cpu" else [half]  # no card: both bases stay there
         adapters = sum(nbytes(tensors.values()) for one in there for tensors in one.parameters.values())

@@ -1,29 +1,33 @@
 """Prompts, the exchange (a draft's summary with its answer withheld), and the batched KV-cache sampler.
 
-Read `sample_naive` first: fifteen lines, no cache, no batch, and exactly what `sample` computes faster.
+Read `sample_naive` first: ten lines, no cache, no batch, and exactly what `sample` computes faster.
 The shape alphabet stands at the head of model.py.
 """
 
 from __future__ import annotations
 
+import copy
 import re
+import sys
 import unicodedata
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import takewhile
 
 import numpy as np
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from model import Pair, cache_argument
+from model import Pair, cache_argument, first_line, next_logits
 from reward import THINK_CLOSE, THINK_OPEN, extract_answer, math_equal, rational
 
 # ---------------------------------------------------------------------------------------------------------------
-# Prompts. Both open with the problem, so the N challenges of one problem share a long prefix
-# (a prefix cache could use that; this sampler does not yet). No worked example
-# stands in them: a small model copies whatever answer an example shows.
+# Prompts. Both open with the problem, so the N challenges of one problem share a long beginning, which the sampler
+# computes once. No worked example stands in them: a small model copies whatever answer an example shows.
 
 FORMAT = (
     "Think step by step inside <think> </think>, then summarize your work in a few sentences, "
@@ -534,58 +538,49 @@ def row_noise(prompt: Sequence[int], k: int, steps: int, seed: int) -> np.ndarra
     return np.random.default_rng([seed, k, *prompt]).random(steps)
 
 
-def choose(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: float):
+def choose(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p: float = 1.0, top_k: int = 0):
     """Pick one token per row. logits (B, V), noise (B,) in [0, 1) -> (token ids (B,), their log-probs (B,) float32).
 
     Inverse-CDF sampling: with the noise given, the choice is a plain function of the logits. temperature 0 is greedy.
-    The log-prob is that of the tempered softmax before top-p cuts its tail.
+    top_k 0 and top_p 1 are off; top-k goes first, and top-p counts what it left. The log-prob is that of the tempered
+    softmax before either cuts its tail; it is not finite where the row's logits are not.
     """
     device = logits.device
     if device.type == "mps":  # Apple's GPU has no float64
-        logits, noise = logits.cpu(), noise.cpu()
+        logits = logits.cpu()
     logp = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)  # (B, V)
     if temperature == 0:
         token = logp.argmax(-1)  # (B,)
     else:
-        probs = logp.double().exp()  # (B, V)
-        if top_p < 1:
-            ranked, order = probs.sort(dim=-1, descending=True)  # (B, V)
+        probs = logp.exp()  # (B, V)
+        if top_p < 1 or top_k:
+            ranked, order = probs.double().sort(dim=-1, descending=True)  # (B, V)
+            if top_k:
+                ranked[:, top_k:] = 0.0
+                ranked /= ranked.sum(-1, keepdim=True)
             ranked[ranked.cumsum(-1) - ranked >= top_p] = 0.0  # the best token always stays: its sum before it is 0
-            probs = torch.zeros_like(probs).scatter(-1, order, ranked)
-        cdf = probs.cumsum(-1)  # (B, V)
+            probs = torch.zeros_like(ranked).scatter(-1, order, ranked)
+        cdf = probs.cumsum(-1, dtype=torch.float64)  # (B, V)
         # First token whose cumulated probability exceeds u * total, so never one of probability 0. The factor keeps
-        # u * total below the total where rounding would reach it and point past the last token.
-        target = noise.double() * cdf[:, -1] * (1 - 1e-12)  # (B,)
-        token = torch.searchsorted(cdf, target[:, None], right=True)[:, 0]  # (B,)
+        # u * total below the total where rounding would reach it and point past the last token; NaN still does.
+        target = noise.to(cdf) * cdf[:, -1] * (1 - 1e-12)  # (B,)
+        token = torch.searchsorted(cdf, target[:, None], right=True)[:, 0].clamp(max=cdf.shape[-1] - 1)  # (B,)
     return token.to(device), logp.gather(-1, token[:, None])[:, 0].to(device)
 
 
-def check_finite(logits: torch.Tensor, rows: Sequence[int], step: int) -> None:
-    """NaN here would surface as an out-of-range token id in `choose`: name the row and the step instead."""
-    bad = (~torch.isfinite(logits.amax(-1))).nonzero()[:, 0].tolist()  # amax passes NaN on; single -inf are legal
-    if bad:
-        raise FloatingPointError(f"non-finite logits in row {rows[bad[0]]} at completion token {step}")
-
-
 @torch.no_grad()
-def sample_naive(pair: Pair, adapter, prompts, n=1, *, max_tokens, temperature=1.0, top_p=1.0, seed=0) -> Rollouts:
-    """The oracle: one row at a time, a full forward per token, no cache. Same arguments and result as `sample`."""
-    model, seen, out = pair.activate(adapter), {}, Rollouts([], [], [], [])
-    stops = pair.of(adapter).stop_ids
+def sample_naive(pair: Pair, adapter, prompts, n=1, *, max_tokens: int, temperature=1.0, top_p=1.0, top_k=0, seed=0):
+    """The oracle: one row at a time, a full forward per token, no cache. What it returns is what `sample` returns."""
+    model, stops, seen, rows = pair.activate(adapter), pair.of(adapter).stop_ids, Counter(), []
     for prompt in [p for p in prompts for _ in range(n)]:
-        k = seen[tuple(prompt)] = seen.get(tuple(prompt), -1) + 1
-        noise, ids, logprobs = row_noise(prompt, k, max_tokens, seed), list(prompt), []
+        noise, ids, logprobs = row_noise(prompt, seen[tuple(prompt)], max_tokens, seed), list(prompt), []
         while len(logprobs) < max_tokens and not (logprobs and ids[-1] in stops):
             logits = model(torch.tensor([ids], device=model.device), use_cache=False).logits[:, -1]  # (1, V)
-            u = torch.tensor([noise[len(logprobs)]], device=model.device)  # (1,)
-            token, logp = choose(logits, u, temperature, top_p)
-            ids.append(token.item())
-            logprobs.append(logp.item())
-        out.prompts.append(list(prompt))
-        out.completions.append(ids[len(prompt) :])
-        out.finished.append(ids[-1] in stops)
-        out.logprobs.append(logprobs)
-    return out
+            token, logp = choose(logits, torch.tensor(noise[len(logprobs)])[None], temperature, top_p, top_k)
+            ids, logprobs = [*ids, token.item()], [*logprobs, logp.item()]
+        rows.append((list(prompt), ids[len(prompt) :], ids[-1] in stops, logprobs))
+        seen[tuple(prompt)] += 1
+    return Rollouts(*([row[i] for row in rows] for i in range(4)))
 
 
 @torch.no_grad()
@@ -595,96 +590,369 @@ def sample(
     prompts: Sequence[Sequence[int]],
     n: int = 1,
     *,
-    max_tokens: int,
+    max_tokens: int | Sequence[int],
     temperature: float = 1.0,
     top_p: float = 1.0,
+    top_k: int = 0,
     seed: int = 0,
     max_rows: int = 256,
+    max_cache_tokens: int | None = None,
 ) -> Rollouts:
     """n completions of every prompt by one adapter, batched, with a KV cache. Same result as `sample_naive`.
 
-    One prefill per distinct prompt, its cache then repeated for all its rows; rows that finish leave the batch. At
-    most `max_rows` rows decode at once. Raises FloatingPointError if logits are not finite.
+    max_tokens caps every completion (or each its own: one number per row, prompt-major). At most `max_rows` rows decode
+    at once, and no more than `max_cache_tokens` tokens of keys and values exist at any time. A row that ends leaves its
+    place to one that waits. Raises CacheTooSmall for a prompt that the cache has no room for, ValueError for a family
+    whose cache is of a kind not known here, FloatingPointError, with row and token, where logits are not finite.
     """
-    model = pair.activate(adapter)
+    model, stops = pair.activate(adapter), pair.of(adapter).stop_ids
     out = Rollouts([list(p) for p in prompts for _ in range(n)], [], [], [])
-    rows = len(out.prompts)
-    out.completions, out.logprobs, out.finished = [[] for _ in range(rows)], [[] for _ in range(rows)], [False] * rows
+    total = len(out.prompts)
+    out.completions, out.logprobs = [[] for _ in range(total)], [[] for _ in range(total)]
+    caps = [max_tokens] * total if isinstance(max_tokens, int) else list(max_tokens)
+    if not total:
+        return out
+    if min(caps) < 1 or len(caps) != total:
+        raise ValueError(f"max_tokens must be at least 1, one for all or one for each of the {total} rows")
 
-    # Number the rows of each distinct prompt (that number keys their noise), then sort by prompt: rows of one prompt
-    # share a prefill, and prompts of like length share a batch.
-    count: dict[tuple[int, ...], int] = {}
-    numbers = []
-    for prompt in out.prompts:
-        numbers.append(count.get(tuple(prompt), 0))
-        count[tuple(prompt)] = numbers[-1] + 1
-    order = sorted(range(rows), key=lambda r: (len(out.prompts[r]), out.prompts[r]))
-    for at in range(0, rows, max_rows):
-        stops = pair.of(adapter).stop_ids
-        decode_batch(model, stops, out, order[at : at + max_rows], numbers, max_tokens, temperature, top_p, seed)
+    # 1. The rows of each distinct prompt. A row's number among them keys its noise, so it draws the same numbers
+    #    whatever else is in the batch.
+    rows_of: dict[tuple[int, ...], list[int]] = {}
+    for r, prompt in enumerate(out.prompts):
+        rows_of.setdefault(tuple(prompt), []).append(r)
+    number = {r: k for rows in rows_of.values() for k, r in enumerate(rows)}
+
+    # 2. Places: each holds one row at its full length. What a prefill makes stands beside them until it is handed out.
+    needs = [columns(len(p) + cap) for p, cap in zip(out.prompts, caps, strict=True)]
+    prefill_room, places = PREFILL_TOKENS, min(max_rows, total)
+    if max_cache_tokens is not None:
+        prefill_room = max(min(PREFILL_TOKENS, max_cache_tokens // 4), max(map(len, rows_of)))
+        places = min(places, (max_cache_tokens - prefill_room) // max(needs))
+        if places < 1:
+            worst = needs.index(max(needs))
+            raise CacheTooSmall(
+                f"prompt {worst // n} has {len(out.prompts[worst])} tokens: with a completion of {caps[worst]} and its "
+                f"prefill it needs {max(needs) + prefill_room} tokens of cache, and there is room for "
+                f"{max_cache_tokens}: lower max_tokens, or allow more"
+            )
+    slots = Slots(model, places, max(needs), max(caps), stops, (temperature, top_p, top_k))
+
+    # 3. Refill and decode, in turn.
+    equal = any(isinstance(layer, LinearAttentionLayer) for layer in slots.cache.layers)
+    groups = deque(prefill_groups(list(rows_of), prefill_room, places, equal))
+    ready: deque[tuple[int, int]] = deque()  # rows that wait for a place only: (row, line of the last prefill)
+    while groups or ready or slots.rows:
+        if len(slots.rows) < places and (groups or ready):
+            if not ready:
+                group, shared = groups.popleft()
+                lines, logits = prefill(model, group, shared)  # logits (b, V)
+                ready.extend((r, line) for line, prompt in enumerate(group) for r in rows_of[prompt])
+            taken = [ready.popleft() for _ in range(min(len(ready), places - len(slots.rows)))]
+            noise = [row_noise(out.prompts[r], number[r], caps[r], seed) for r, _ in taken]
+            slots.fill(taken, out.prompts, noise, lines, logits)
+            if not ready:
+                del lines, logits  # before the next prefill comes
+        else:
+            slots.decode()
+        slots.harvest(out)
+    out.finished = [completion[-1] in stops for completion in out.completions]
     return out
 
 
-def decode_batch(model, stop_ids, out: Rollouts, batch, numbers, max_tokens, temperature, top_p, seed) -> None:
-    """Prefill and decode the rows `batch` of `out` (indices), filling in their completions."""
-    device, cache_name = model.device, cache_argument(model)
-    distinct = {p: i for i, p in enumerate(dict.fromkeys(tuple(out.prompts[r]) for r in batch))}  # one prefill each
-    width = max(map(len, distinct))
+def columns(tokens: int) -> int:
+    """The columns of cache for a row of so many tokens: GPU kernels like multiples of 8."""
+    return -(-tokens // 8) * 8
 
-    # 1. Prefill, left-padded so that every row's next token sits in the same column. Positions count real tokens.
-    ids = torch.zeros(len(distinct), width, dtype=torch.long)  # (b, P) b distinct prompts
-    mask = torch.zeros(len(distinct), width, dtype=torch.long)  # (b, P) from lengths, never from token values
-    for prompt, i in distinct.items():
-        ids[i, width - len(prompt) :] = torch.tensor(prompt)
-        mask[i, width - len(prompt) :] = 1
-    ids, mask = ids.to(device), mask.to(device)
+
+PREFILL_TOKENS = 4096  # in one prefill, pads included: enough to keep a GPU busy, little beside the cache
+SHARED_TOKENS = 64  # a common beginning as long as this is computed once
+KNOWN_LAYERS = {
+    "full_attention", "sliding_attention", "linear_attention",
+    "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer",
+}  # fmt: skip
+
+
+def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    same = (x == y for x, y in zip(a, b, strict=False))
+    return sum(takewhile(bool, same))
+
+
+def prefill_groups(prompts: list[tuple[int, ...]], room: int, places: int, equal: bool):
+    """Cut distinct prompts into groups, one prefill each -> [(prompts, tokens that all of them begin with), ...].
+
+    The N challenges of a problem come together, since they share the problem; what shares nothing goes by length. A
+    group takes up to `room` tokens with its pads, but at least one prompt, and no more prompts than there are places;
+    equal: all have one length.
+    """
+    families: list[list[tuple[int, ...]]] = []
+    for prompt in sorted(prompts):  # in this order, those that begin alike are neighbours
+        if families and common_tokens(families[-1][0], prompt) >= SHARED_TOKENS:
+            families[-1].append(prompt)
+        else:
+            families.append([prompt])
+    alone = [family[0] for family in families if len(family) == 1]
+    groups = []
+    for family in [alone, *(family for family in families if len(family) > 1)]:
+        shared = 0 if family is alone else common_tokens(family[0], family[-1])
+        group: list[tuple[int, ...]] = []
+        for prompt in sorted(family, key=len):
+            full = (len(group) + 1) * len(prompt) > room or len(group) == places
+            if group and (full or (equal and len(prompt) != len(group[0]))):
+                groups.append((group, shared))
+                group = []
+            group.append(prompt)
+        if group:
+            groups.append((group, shared))
+    # At least one token of each prompt must be left to compute: its logits choose the completion's first.
+    return [(group, min(shared, len(group[0]) - 1) if len(group) > 1 else 0) for group, shared in groups]
+
+
+def prefill(model, prompts: Sequence[Sequence[int]], shared: int) -> tuple[DynamicCache, torch.Tensor]:
+    """The cache of b prompts, one line each, and the logits (b, V) after their last token.
+
+    Prompts are padded on the right, where under the causal mask no real token sees the pads: so no mask is needed, and
+    what the pads leave in the cache is overwritten or masked by length. (A layer with a recurrent state would digest
+    them: for such families the prompts of a call have one length.) The first `shared` tokens are computed once.
+    """
+    decoder, lengths = model.get_decoder(), [len(p) - shared for p in prompts]
     cache = DynamicCache(config=model.config)
-    logits = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(-1) - 1).clamp(min=0),  # (b, P)
-        use_cache=True,
-        logits_to_keep=1,  # a prompt's other logits are not needed, and (b, P, V) would dwarf the model
-        **{cache_name: cache},
-    ).logits[:, -1]  # (b, V)
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, DynamicLayer):  # sliding ones too: theirs would drop real tokens for the pads
+            cache.layers[i] = DynamicLayer()
+    how = {"use_cache": True, cache_argument(decoder): cache}
+    if shared:
+        decoder(input_ids=torch.tensor([prompts[0][:shared]], device=model.device), **how)
+        cache.reorder_cache(torch.zeros(len(prompts), dtype=torch.long, device=model.device))  # a copy for each
+    ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)  # (b, P)
+    for i, prompt in enumerate(prompts):
+        ids[i, : lengths[i]] = torch.tensor(prompt[shared:])
+    positions = torch.arange(shared, shared + max(lengths), device=model.device)[None]  # (1, P)
+    hidden = decoder(input_ids=ids.to(model.device), position_ids=positions, **how).last_hidden_state  # (b, P, D)
+    last = torch.tensor(lengths, device=model.device) - 1  # (b,)
+    return cache, next_logits(model, hidden[torch.arange(len(prompts), device=model.device), last])
 
-    # 2. Repeat for the rows of each prompt. reorder_cache copies: no row ever shares a buffer with another.
-    source = torch.tensor([distinct[tuple(out.prompts[r])] for r in batch], device=device)  # (B,)
-    cache.reorder_cache(source)
-    logits, mask = logits[source], mask[source]  # (B, V), (B, P)
-    position = mask.sum(-1)  # (B,) position of the row's next token
-    noise = np.stack([row_noise(out.prompts[r], numbers[r], max_tokens, seed) for r in batch])
-    noise = torch.from_numpy(noise).to("cpu" if device.type == "mps" else device)  # (B, C)
-    stops = torch.tensor(sorted(stop_ids), device=device)  # (S,) S stop ids
-    alive, live = list(batch), torch.ones(len(batch), dtype=torch.bool, device=device)  # rows of the tensors; (B,)
 
-    # 3. Decode. Rows that stop are only marked; the tensors shrink when a quarter of them is dead weight, so that the
-    #    cache is copied a few times in all and not at every stop.
-    for step in range(max_tokens):
-        check_finite(logits, alive, step)
-        token, logp = choose(logits, noise[:, step], temperature, top_p)  # (B,), (B,)
-        for r, was_live, t, lp in zip(alive, live.tolist(), token.tolist(), logp.tolist(), strict=True):
-            if was_live:
-                out.completions[r].append(t)
-                out.logprobs[r].append(lp)
-        live &= ~torch.isin(token, stops)  # (B,)
-        left = int(live.sum())
-        if left == 0 or step == max_tokens - 1:
-            break
-        if left <= 0.75 * len(alive):
-            keep = live.nonzero()[:, 0]  # (B',)
-            cache.reorder_cache(keep)
-            token, mask, position, live = token[keep], mask[keep], position[keep], live[keep]
-            noise = noise[keep.to(noise.device)]
-            alive = [alive[i] for i in keep.tolist()]
-        mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)  # (B, P + step + 1) grown at every step
-        logits = model(
-            input_ids=token[:, None],  # (B, 1)
+class CacheTooSmall(ValueError):
+    """A prompt and its completion need more tokens of cache than `sample` was given."""
+
+
+class SlotLayer(DynamicLayer):
+    """Keys and values of one attention layer in a fixed buffer, (B, heads, columns, head size), written in place.
+
+    transformers' own layer appends by torch.cat, which copies the whole cache for every token. Here token t of a row
+    has column t; in a layer that sees W tokens, column t mod W, where it replaces the one that left the window. Their
+    order does not matter to attention, since a key carries its position.
+    """
+
+    def __init__(self, slots: Slots, window: int | None):
+        super().__init__()
+        self.slots, self.window = slots, window
+
+    def fill(self, at: slice, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Take over b rows from a prefill: keys, values (b, heads, P, head size), pads behind `lengths` (b,)."""
+        columns = min(self.slots.capacity, self.window or self.slots.capacity)  # W
+        if not self.is_initialized:  # zeros: a masked value counts 0 times, and 0 times NaN would be NaN
+            size = [(self.slots.places, x.shape[1], columns, x.shape[3]) for x in (keys, values)]
+            self.keys, self.values = keys.new_zeros(size[0]), values.new_zeros(size[1])  # (B, heads, W, head size)
+            self.is_initialized = True
+        if keys.shape[2] > columns:  # each column takes its newest token
+            last = lengths[:, None] - 1  # (b, 1)
+            newest = last - (last - self.slots.arange[:columns]) % columns  # (b, W); negative: none yet, to be masked
+            newest = newest.clamp(min=0)[:, None, :, None]  # (b, 1, W, 1)
+            keys, values = (torch.take_along_dim(x, newest, dim=2) for x in (keys, values))  # (b, heads, W, head size)
+        self.keys[at, :, : keys.shape[2]], self.values[at, :, : keys.shape[2]] = keys, values
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by the model with one new token per row, (b, heads, 1, head size); returns all it may look at."""
+        column, columns = self.slots.columns[self.window]  # (b,) where it goes, and how many are looked at
+        row = self.slots.arange[: len(column)]  # (b,)
+        self.keys[row, :, column], self.values[row, :, column] = keys[:, :, 0], values[:, :, 0]
+        return self.keys[: len(row), :, :columns], self.values[: len(row), :, :columns]
+
+
+class Slots:
+    """Places for the rows that decode together. Those taken are the first ones: when a row ends, the last one moves
+    into the gap, so that a step computes for no empty place.
+
+    All that a step reads or writes is a tensor with one line per place: it needs nothing from the host, and on CUDA it
+    can be captured as a graph. Who ended is looked up by `harvest`, there every 16 steps only, for each look waits for
+    the GPU; until then such a row idles: it writes one column after its end, again and again, and nobody reads it.
+    """
+
+    def __init__(self, model, places: int, capacity: int, cap: int, stops, how: tuple[float, float, int]):
+        device = model.device
+        self.model, self.decoder, self.places = model, model.get_decoder(), places
+        self.how = how  # temperature, top-p, top-k
+        self.cache = DynamicCache(config=model.config)
+        self.forward = {"use_cache": True, cache_argument(self.decoder): self.cache}
+        self.capacity = capacity  # columns
+        self.rows: list[int] = []  # rows[i] decodes in place i
+        self.width = self.left = 0  # columns that the longest row needs next; tokens that any row may still write
+        self.every = 1 if device.type == "cpu" else 16  # steps from one harvest to the next
+        self.stops = torch.tensor(sorted(stops), dtype=torch.long, device=device)  # (S,) S stop ids
+        self.arange = torch.arange(max(self.capacity, places), device=device)
+
+        def lines(*shape: int, dtype=torch.long) -> torch.Tensor:
+            return torch.zeros(places, *shape, dtype=dtype, device=device)
+
+        self.token, self.count, self.cap = lines(), lines(), lines()  # (B,) the last one, how many, at most how many
+        self.prompt = lines() + 1  # (B,) tokens of the prompt
+        self.live, self.bad = lines(dtype=torch.bool), lines()  # (B,) bad: tokens up to the first not finite; 0: none
+        real = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPU has no float64
+        self.tokens, self.logprobs = lines(cap + 1), lines(cap + 1, dtype=torch.float32)  # (B, C + 1): one to idle in
+        self.noise = lines(cap + 1, dtype=real)  # (B, C + 1)
+        self.state = [self.token, self.count, self.cap, self.prompt, self.live, self.bad]
+        self.state += [self.tokens, self.logprobs, self.noise]
+
+        self.windows: set[int | None] = set()
+        self.recurrent: dict[tuple[int, str, int], torch.Tensor] = {}  # states (B, ...) by layer, kind and number
+        kinds = {type(layer).__name__ for layer in self.cache.layers}
+        kinds |= set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        if unknown := kinds - KNOWN_LAYERS:
+            raise ValueError(f"the base has layers of a kind that the sampler does not know: {min(unknown)}")
+        for i, layer in enumerate(self.cache.layers):
+            if isinstance(layer, DynamicLayer):
+                self.cache.layers[i] = SlotLayer(self, getattr(layer, "sliding_window", None))
+                self.windows.add(self.cache.layers[i].window)
+        self.columns: dict[int | None, tuple[torch.Tensor, int]] = {}  # by window, for SlotLayer.update
+        self.graphs: dict[tuple[int, int], Callable[[], None]] = {}
+        self.uses: Counter[tuple[int, int]] = Counter()
+        self.captures = device.type == "cuda"
+        self.pool = torch.cuda.graph_pool_handle() if self.captures else None  # one for all graphs: they never overlap
+
+    def fill(self, taken: list[tuple[int, int]], prompts, noise: list[np.ndarray], lines: DynamicCache, logits) -> None:
+        """Seat rows, (row, line of the prefill) each, behind those that are there, and choose their first token."""
+        device, at = self.model.device, slice(len(self.rows), len(self.rows) + len(taken))
+        self.rows += [r for r, _ in taken]
+        line = torch.tensor([line for _, line in taken], device=device)  # (b,)
+        lengths = torch.tensor([len(prompts[r]) for r, _ in taken], device=device)  # (b,)
+        for i, (own, new) in enumerate(zip(self.cache.layers, lines.layers, strict=True)):
+            if isinstance(own, SlotLayer):
+                own.fill(at, new.keys[line], new.values[line], lengths)
+            for kind in ("conv_states", "recurrent_states") if isinstance(own, LinearAttentionLayer) else ():
+                for j, state in getattr(new, kind).items():  # (b, ...)
+                    if (i, kind, j) not in self.recurrent:
+                        vars(own).update({key: copy.copy(value) for key, value in vars(new).items()})
+                        self.recurrent[i, kind, j] = state.new_zeros(self.places, *state.shape[1:])  # (B, ...)
+                    self.recurrent[i, kind, j][at] = state[line]
+        self.prompt[at], self.cap[at] = lengths, torch.tensor([len(u) for u in noise], device=device)
+        self.count[at], self.bad[at], self.live[at] = 0, 0, True
+        for i, u in enumerate(noise, at.start):
+            self.noise[i, : len(u)] = torch.from_numpy(u)
+        self.pick(at, logits[line])
+
+    def pick(self, at: slice, logits: torch.Tensor) -> None:
+        """Choose and record the next token of the rows in the places `at`. logits (b, V)."""
+        count, live, bad = self.count[at], self.live[at], self.bad[at]  # (b,) views: what is done to them stays
+        u = self.noise[at].gather(1, count[:, None])[:, 0]  # (b,)
+        token, logp = choose(logits, u, *self.how)  # (b,), (b,)
+        self.tokens[at].scatter_(1, count[:, None], token[:, None])
+        self.logprobs[at].scatter_(1, count[:, None], logp[:, None])
+        self.token[at] = token
+        count += live  # a row that idles stays where it ended
+        bad += count * (live & (bad == 0) & ~logp.isfinite())
+        live &= (token[:, None] != self.stops).all(-1) & (count < self.cap[at])
+
+    def step(self, rows: int, width: int) -> None:
+        """One token more for the first `rows` places, looking at `width` columns. Touches tensors alone."""
+        position = self.prompt[:rows] + self.count[:rows] - 1  # (b,) of the last token, whose keys are still to come
+        masks = {}
+        for window in self.windows:
+            columns = min(width, window or width)
+            self.columns[window] = (position % window if window else position, columns)
+            seen = self.arange[:columns] <= position[:, None]  # (b, T) from lengths alone
+            masks[window] = seen[:, None, None]  # (b, 1, 1, T)
+        for (i, kind, j), state in self.recurrent.items():
+            getattr(self.cache.layers[i], kind)[j] = state[:rows]  # a view: the model updates it in place
+        if len(masks) + bool(self.recurrent) == 1:
+            (mask,) = masks.values()
+        else:
+            mask = {"full_attention": masks.get(None), "linear_attention": None}
+            mask["sliding_attention"] = next((m for window, m in masks.items() if window), None)
+        hidden = self.decoder(
+            input_ids=self.token[:rows, None],  # (b, 1)
             attention_mask=mask,
-            position_ids=position[:, None],  # (B, 1)
-            use_cache=True,
-            **{cache_name: cache},
-        ).logits[:, -1]  # (B, V)
-        position = position + 1
-    for r in batch:
-        out.finished[r] = out.completions[r][-1] in stop_ids
+            position_ids=position[:, None],  # (b, 1)
+            **self.forward,
+        ).last_hidden_state[:, -1]  # (b, D)
+        self.pick(slice(0, rows), next_logits(self.model, hidden))
+
+    def decode(self) -> None:
+        """Steps up to the next harvest; on CUDA as graphs, one for each shape that comes often."""
+        for _ in range(min(self.every, self.left)):
+            shape = len(self.rows), self.width
+            if self.captures:  # few shapes: rows in powers of two, columns in steps of 256; what is too much idles
+                rows, width = 1 << (shape[0] - 1).bit_length(), -(-shape[1] // 256) * 256
+                shape = min(self.places, rows), min(self.capacity, width)
+                self.uses[shape] += 1
+                if self.uses[shape] == 16 and shape not in self.graphs:  # the steps before it were its warm-up
+                    self.captures = self.capture(*shape)
+            self.graphs.get(shape, lambda shape=shape: self.step(*shape))()
+            self.width += 1
+
+    def capture(self, rows: int, width: int) -> bool:
+        """Record the kernels that a step launches, to launch them later all at once: Python is slower than a GPU."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                self.step(rows, width)
+        except RuntimeError as error:  # the family waits for the GPU somewhere
+            say(f"decoding without CUDA graphs, this base cannot be captured: {first_line(error)}")
+            return False
+        say("decoding with CUDA graphs")
+        self.graphs[rows, width] = graph.replay
+        return True
+
+    def harvest(self, out: Rollouts) -> None:
+        """Hand the rows that ended to `out`, and close the gaps. Raises FloatingPointError for logits not finite."""
+        places = len(self.rows)
+        state = [x[:places].long() for x in (self.live, self.bad, self.prompt, self.count, self.cap)]
+        live, bad, prompt, count, cap = torch.stack(state).tolist()  # the one wait for the GPU
+        for r, b in zip(self.rows, bad, strict=True):
+            if b:
+                raise FloatingPointError(f"non-finite logits in row {r} at completion token {b - 1}")
+        stay, ended = [i for i in range(places) if live[i]], [i for i in range(places) if not live[i]]
+        self.width = max((prompt[i] + count[i] for i in stay), default=0)
+        self.left = max((cap[i] - count[i] for i in stay), default=0)
+        if ended:
+            written = zip(ended, self.tokens[ended].tolist(), self.logprobs[ended].tolist(), strict=True)
+            for i, tokens, logprobs in written:
+                out.completions[self.rows[i]], out.logprobs[self.rows[i]] = tokens[: count[i]], logprobs[: count[i]]
+            gaps, movers = [i for i in ended if i < len(stay)], [i for i in stay if i >= len(stay)]
+            if gaps:
+                layers = [x for x in self.cache.layers if isinstance(x, SlotLayer)]
+                caches = [x[:, :, : self.width] for layer in layers for x in (layer.keys, layer.values)]
+                gap, mover = (torch.tensor(x, device=self.model.device) for x in (gaps, movers))
+                for buffer in (*self.state, *self.recurrent.values(), *caches):
+                    buffer[gap] = buffer[mover]
+            for i, j in zip(gaps, movers, strict=True):
+                self.rows[i] = self.rows[j]
+            del self.rows[len(stay) :]
+            self.live[len(stay) :] = False
+
+
+@lru_cache  # once
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def cache_budget(rows: int, prompt_tokens: int, max_tokens: int) -> int:
+    """Tokens of cache with which `rows` rows decode at once, prompts up to `prompt_tokens`: longer ones cost places."""
+    return rows * columns(prompt_tokens + max_tokens) + PREFILL_TOKENS
+
+
+def rehearse(model, rows: int, prompt: int, completion: int, temperature: float, top_p: float) -> list[torch.Tensor]:
+    """What `sample` makes of tensors at its fullest, for model.estimate on the "meta" device: `rows` rows are seated, a
+    prefill waits for places, another is made, and the last token is decoded. Returns the cache."""
+    slots = Slots(model, rows, columns(prompt + completion), completion, (), (temperature, top_p, 0))
+    group = [[0] * prompt] * max(1, min(rows, PREFILL_TOKENS // prompt))
+    lines, logits = prefill(model, group, 0)
+    seats = [(row, row % len(group)) for row in range(rows)]
+    slots.fill(seats, group[:1] * rows, [np.zeros(completion)] * rows, lines, logits)
+    del lines, logits
+    waiting = prefill(model, group, 0)
+    slots.step(rows, slots.capacity)
+    del waiting
+    attention = [layer for layer in slots.cache.layers if isinstance(layer, SlotLayer)]
+    return [x for layer in attention for x in (layer.keys, layer.values)] + [*slots.recurrent.values()]

@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from agon import GIB, Config, update_policy
 from model import ADAPTERS, estimate, load_pair, peak_memory
-from rollout import Rollouts, choose, sample
+from rollout import Rollouts, rehearse, sample
 
 N, FRESH = 8, 128  # group size; tokens sampled at the end of a completion
 QWEN3 = dict(num_key_value_heads=8, head_dim=128, vocab_size=151_936, max_position_embeddings=40_960)
@@ -58,8 +58,8 @@ CASES = [  # in the order of their worth, should the time not last: base, 4-bit,
 ]  # fmt: skip
 
 
-def pick(logits: torch.Tensor, noise: torch.Tensor):
-    return choose(logits, noise, 1.0, 1.0)
+def sampler(*sizes):
+    return rehearse(*sizes, temperature=1.0, top_p=1.0)
 
 
 class Card:
@@ -120,8 +120,8 @@ def check(card: Card, name: str, four_bit: bool, tokens: int, fresh: int, folder
     """One case: its estimate from the config file, then the measurement. Prints a line."""
     given = dict(four_bit=four_bit, checkpointing=True, device=card.name)
     meta, written = load_pair(folder, meta=True, **given), tokens - fresh
-    sampling = estimate(meta, N, 1, card.prompt + written, fresh, pick)  # the prompts that are really prefilled
-    update = estimate(meta, 1, 2, card.prompt, tokens, pick)
+    sampling = estimate(meta, N, 1, card.prompt + written, fresh, sampler)  # the prompts that are really prefilled
+    update = estimate(meta, 1, 2, card.prompt, tokens, sampler)
     planned = update.weights + update.adapters + update.optimizer + max(sampling.sampling, update.update)
     pair = load_pair(folder, **given)
     card.clean()  # loading is not part of a step

@@ -42,7 +42,7 @@ from cascade import (
 )
 from model import ADAPTERS, load_pair
 from reward import Problem, extract_answer, load_problems
-from rollout import Rollouts, challenge_prompt, draft_prompt, sample, summarize
+from rollout import PREFILL_TOKENS, Rollouts, challenge_prompt, draft_prompt, sample, summarize
 
 TEST, VALIDATION = load_problems("congruence", "test", 12), load_problems("congruence", "validation", 6)
 SAMPLING = {"max_tokens": 36, "temperature": 0.6, "seed": EVAL_SEED}
@@ -418,9 +418,10 @@ def test_eval_of_a_grpo_run_has_its_four_rows(capsys, run):
 
 
 def test_evaluation_samples_as_the_settings_say_and_from_its_own_seed():
-    settings = {"max_tokens": 9, "temperature": 1.0, "top_p": 0.8, "seed": 4, "rollout_rows": 7}
+    settings = {"max_tokens": 9, "temperature": 1.0, "top_p": 0.8, "seed": 4, "rollout_rows": 7, "prompt_tokens": 30}
     settings |= {"eval_temperature": 0.3, "eval_top_p": 0.7}
     expected = {"max_tokens": 9, "temperature": 0.3, "top_p": 0.7, "max_rows": 7, "seed": EVAL_SEED}
+    expected["max_cache_tokens"] = 7 * 40 + PREFILL_TOKENS  # columns come in eights
     assert eval_sampling(settings) == expected
 
 

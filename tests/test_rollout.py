@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +22,8 @@ import transformers
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import rollout
@@ -33,6 +36,8 @@ from rollout import (
     NO_SUMMARY,
     WITHHELD,
     Rollouts,
+    SlotLayer,
+    Slots,
     challenge_prompt,
     chat_ids,
     choose,
@@ -84,12 +89,22 @@ def rows_of(rollouts: Rollouts, prompt) -> list[list[int]]:
 
 
 @contextmanager
+def watch(pair, function):
+    """Let `function` see the ids (b, T) of every forward: T is 1 in a decode step."""
+    decoder = pair.model.get_base_model().get_decoder()
+    handle = decoder.register_forward_pre_hook(lambda _, args, kwargs: function(kwargs["input_ids"]), with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
 def head_hook(pair, function):
-    """Let `function` see, and replace if it returns something, the last logits (B, V) of every forward."""
+    """Let `function` see, and replace if it returns something, the logits (B, V) of every forward."""
 
     def hook(module, args, out):
-        changed = function(out[:, -1])
-        return None if changed is None else changed[:, None]
+        return function(out)
 
     handle = pair.model.get_base_model().get_output_embeddings().register_forward_hook(hook)
     try:
@@ -128,7 +143,7 @@ def test_splitting_the_batch_changes_nothing(many_stops, prompts, max_rows):
 
 def test_at_most_max_rows_decode_at_once(pair, prompts):
     sizes = []
-    with head_hook(pair, lambda logits: sizes.append(len(logits))):
+    with watch(pair, lambda ids: sizes.append(len(ids) if ids.shape[1] == 1 else 0)):
         sample(pair, "A", prompts, n=3, max_tokens=4, max_rows=5)
     assert max(sizes) == 5
 
@@ -230,12 +245,238 @@ def test_batched_sampling_holds_for_other_families_past_their_windows(pair, fami
     ragged = [torch.randint(3, 119, (length,), generator=generator).tolist() for length in (3, 14, 9, 14, 1)]
     for temperature, n in ((0.0, 1), (1.0, 2)):
         how = {"n": n, "max_tokens": 12, "temperature": temperature}
-        fast = sample(other, "B", ragged, **how)
-        assert_same(fast, sample_naive(other, "B", ragged, **how), atol=1e-4)
+        fast, slow = sample(other, "B", ragged, **how), sample_naive(other, "B", ragged, **how)
+        assert_same(fast, slow, atol=1e-4)
+        assert_same(sample(other, "B", ragged, **how, max_rows=3), slow, atol=1e-4)  # rows wait, and fill gaps
         with torch.no_grad():
             scored = token_logprobs(other.activate("B"), fast.prompts, fast.completions, temperature or 1.0)
         for r, logprobs in enumerate(fast.logprobs):
             assert logprobs == pytest.approx(scored[r, : len(logprobs)].tolist(), abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What is fast about it: shared beginnings, places that are refilled, a bounded cache, steps without the host
+
+
+def beginning_alike(seed: int = 0) -> list[list[int]]:
+    """Three problems: two with challenges that differ late, one of them a beginning of another; and one alone."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(3, 119, (length,), generator=generator).tolist()
+
+    one, two = ids(17), ids(13)
+    return [one + ids(4), two + ids(2), one + ids(1), one, two + ids(9), ids(15), one + ids(4)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shared_beginning_is_computed_once_and_changes_nothing(pair, monkeypatch, family):
+    monkeypatch.setattr(rollout, "SHARED_TOKENS", 10)
+    other, prompts, seen = random_pair(pair.tokenizer, family), beginning_alike(), []
+    how = {"n": 2, "max_tokens": 10}
+    with watch(other, lambda ids: seen.append(ids.shape)):
+        fast = sample(other, "A", prompts, **how)
+    assert_same(fast, sample_naive(other, "A", prompts, **how), atol=1e-4)
+    assert_same(sample(other, "A", prompts, **how, max_rows=3), fast, atol=1e-4)
+    decode = next(i for i, (b, t) in enumerate(seen) if t == 1 and b > len(prompts))  # there is a place for each row
+    assert sum(b * t for b, t in seen[:decode]) < sum(map(len, prompts))
+    if not family.startswith("Qwen 3.5"):  # there, prompts of one length share a call
+        # 17 - 1 tokens of the first (one prompt is the beginning itself), then what differs, padded; and so on
+        assert list(seen[:5]) == [(1, 15), (1, 16), (4, 5), (1, 13), (2, 9)]
+
+
+def test_greedy_output_is_that_of_generate(pair):
+    """An oracle of other authors: left-padded there, right-padded here; pad = eos; several ids that end a turn."""
+    generator = torch.Generator().manual_seed(3)
+    ragged = [torch.randint(3, 119, (length,), generator=generator).tolist() for length in (3, 14, 9, 14, 1, 11)]
+    width, ended = max(map(len, ragged)), 0
+    for family in FAMILIES:
+        other = random_pair(pair.tokenizer, family)
+        ids = torch.full((len(ragged), width), END)
+        mask = torch.zeros_like(ids)
+        for i, prompt in enumerate(ragged):
+            ids[i, width - len(prompt) :] = torch.tensor(prompt)
+            mask[i, width - len(prompt) :] = 1
+        stops = sorted(other.stop_ids)
+        model = other.activate("B")
+        theirs = model.generate(
+            ids, attention_mask=mask, max_new_tokens=20, do_sample=False, pad_token_id=END, eos_token_id=stops
+        )
+        ours = sample(other, "B", ragged, max_tokens=20, temperature=0.0, max_rows=4)
+        for row, completion in zip(theirs[:, width:].tolist(), ours.completions, strict=True):
+            assert row[: len(completion)] == completion, family
+            assert set(row[len(completion) :]) <= {END}, family
+        ended += sum(ours.finished)
+    assert 0 < ended < len(FAMILIES) * len(ragged), "both kinds of rows are needed here"
+
+
+def test_each_row_may_have_a_cap_of_its_own(many_stops, prompts):
+    caps = [1, 5, 2, 16, 3, 16, 1] * 2
+    out = sample(many_stops, "A", [p for p in prompts for _ in range(2)], max_tokens=caps, max_rows=4)
+    whole = sample(many_stops, "A", prompts, 2, max_tokens=16)
+    assert out.completions == [c[:cap] for c, cap in zip(whole.completions, caps, strict=True)]
+    assert out.finished == [c[-1] in many_stops.stop_ids for c in out.completions]
+
+
+@pytest.mark.parametrize("bad", [0, [1, 0], [1, 1, 1]])
+def test_caps_that_make_no_sense_are_refused(pair, prompts, bad):
+    with pytest.raises(ValueError, match=r"max_tokens must be at least 1, .* 2 rows"):
+        sample(pair, "A", prompts[:2], max_tokens=bad)
+
+
+@contextmanager
+def cache_tokens(pair, monkeypatch):
+    """Tokens of keys and values (lines x columns, of slots and prefills together) that exist after each forward."""
+    alive, seen = weakref.WeakSet(), []
+
+    class Recorded(rollout.DynamicCache):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            alive.add(self)
+
+    def look(module, args, out):
+        first = [cache.layers[0].keys for cache in alive if cache.layers[0].is_initialized]
+        seen.append(sum(keys.shape[0] * keys.shape[2] for keys in first))
+
+    monkeypatch.setattr(rollout, "DynamicCache", Recorded)
+    handle = pair.model.get_base_model().get_decoder().register_forward_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("budget", [120, 200, 333, 1000, None])
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_cache_stays_within_its_budget(many_stops, prompts, monkeypatch, budget, alike):
+    monkeypatch.setattr(rollout, "SHARED_TOKENS", 10)
+    prompts = beginning_alike() if alike else prompts
+    how = {"n": 3, "max_tokens": 10, "seed": 2}
+    with cache_tokens(many_stops, monkeypatch) as seen:
+        out = sample(many_stops, "A", prompts, **how, max_cache_tokens=budget)
+    assert_same(out, sample(many_stops, "A", prompts, **how))
+    assert max(seen) <= (budget or 10**9), "more keys and values than were allowed"
+    assert budget or max(seen) > 600, "the measurement sees nothing"
+
+
+def test_a_prompt_beyond_the_budget_is_refused_by_name(pair, prompts):
+    """Before anything is computed."""
+    with (
+        watch(pair, pytest.fail),
+        pytest.raises(rollout.CacheTooSmall, match=r"^prompt 1 has 31 tokens: .* 8 .* 71 .* 70"),
+    ):
+        sample(pair, "A", prompts, 2, max_tokens=8, max_cache_tokens=70)
+    assert sample(pair, "A", prompts, 2, max_tokens=8, max_cache_tokens=71).completions
+
+
+def test_a_kind_of_layer_that_is_not_known_is_refused(pair, prompts, monkeypatch):
+    monkeypatch.setattr(rollout, "KNOWN_LAYERS", rollout.KNOWN_LAYERS - {"full_attention"})
+    with pytest.raises(ValueError, match="full_attention"):
+        sample(pair, "A", prompts, max_tokens=8)
+
+
+class Tape(TorchDispatchMode):
+    """CUDA's graphs, in the little that matters here: the kernels of one step, to be run again on the same memory.
+
+    What Python decided while recording (a number, a shape, which tensor) is frozen, as it is there; whatever needs the
+    host's eyes or brings data from it cannot be recorded.
+    """
+
+    forbidden = ("_local_scalar_dense", "nonzero", "lift_fresh", "masked_select", "_assert_async")
+
+    def __init__(self):
+        super().__init__()
+        self.kernels = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name().split("::")[1].split(".")[0] in self.forbidden:
+            raise RuntimeError(f"{func} cannot be captured")
+        out = func(*args, **(kwargs or {}))
+        self.kernels.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        for func, args, kwargs, out in self.kernels:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def record(slots: Slots, rows: int, width: int) -> bool:
+    """Slots.capture with a Tape. Unlike CUDA's, it computes while it records: that is undone."""
+    kept = [*slots.state, *slots.recurrent.values()]
+    kept += [x for layer in slots.cache.layers if isinstance(layer, SlotLayer) for x in (layer.keys, layer.values)]
+    before = [x.clone() for x in kept]
+    with Tape() as tape:
+        slots.step(rows, width)
+    for x, old in zip(kept, before, strict=True):
+        x.copy_(old)
+    slots.graphs[rows, width] = tape.replay
+    return True
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_can_be_captured_and_replayed(pair, monkeypatch, family):
+    """As on CUDA: few shapes, rows that idle up to the next look, a graph from the 16th step of a shape on."""
+    other, plain, replays = random_pair(pair.tokenizer, family), Slots.__init__, []
+
+    def init(slots, *args):
+        plain(slots, *args)
+        slots.every, slots.captures = 5, True
+
+    def capture(slots, rows, width):
+        record(slots, rows, width)
+        replay = slots.graphs[rows, width]
+        slots.graphs[rows, width] = lambda: (replays.append((rows, width)), replay())
+        return True
+
+    monkeypatch.setattr(Slots, "__init__", init)
+    monkeypatch.setattr(Slots, "capture", capture)
+    generator = torch.Generator().manual_seed(0)
+    ragged = [torch.randint(3, 119, (length,), generator=generator).tolist() for length in (3, 14, 9, 14, 1, 20)]
+    how = {"n": 2, "max_tokens": 24}
+    fast = sample(other, "B", ragged, **how, max_rows=4)
+    assert_same(fast, sample_naive(other, "B", ragged, **how), atol=1e-4)
+    assert len({len(c) for c in fast.completions}) > 5 and len(replays) > 10
+
+
+@pytest.mark.parametrize("every", [1, 3, 16, 100])
+def test_rows_that_idle_until_the_next_look_do_no_harm(many_stops, prompts, monkeypatch, every):
+    plain = Slots.__init__
+    how = {"n": 3, "max_tokens": 24, "seed": 3}
+    wanted = sample(many_stops, "A", prompts, **how)
+    monkeypatch.setattr(
+        Slots, "__init__", lambda slots, *args: (plain(slots, *args), setattr(slots, "every", every))[0]
+    )
+    assert_same(sample(many_stops, "A", prompts, **how, max_rows=5), wanted)
+
+
+def test_a_base_that_cannot_be_captured_decodes_without_and_says_so_once(pair, prompts, monkeypatch, capsys):
+    plain, pair = Slots.__init__, dataclasses.replace(pair, stop_ids=frozenset())
+    how = {"n": 2, "max_tokens": 30}
+    wanted = sample(pair, "A", prompts, **how)
+
+    class Unable:
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def __enter__(self):
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+        def __exit__(self, *args):
+            raise AssertionError
+
+    monkeypatch.setattr(
+        Slots, "__init__", lambda slots, *args: (plain(slots, *args), setattr(slots, "captures", True))[0]
+    )
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Unable)
+    rollout.say.cache_clear()
+    for _ in range(2):
+        assert_same(sample(pair, "A", prompts, **how), wanted)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and "without CUDA graphs" in said[0] and said[0].endswith("when stream is capturing")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -414,14 +655,14 @@ def test_non_finite_logits_name_their_row_and_step(pair, prompts, change, step, 
 
 
 def test_rows_are_named_right_after_others_have_left(pair, prompts):
-    ragged = [prompts[1], prompts[2], prompts[0]]  # rows decode as 1, 2, 0; row 1 ends at step 1 and leaves
+    ragged = [prompts[1], prompts[2], prompts[0]]  # decode as 1, 2, 0; row 1 ends at step 1, row 0 takes its place
 
     def end(logits):
         logits[END] = 99.0
 
     with (
         head_hook(pair, Script((1, 0, end), (3, 0, set_nan))),
-        pytest.raises(FloatingPointError, match=r"row 2 at completion token 3\b"),
+        pytest.raises(FloatingPointError, match=r"row 0 at completion token 3\b"),
     ):
         sample(pair, "A", ragged, max_tokens=8)
 
@@ -476,6 +717,29 @@ def test_draws_follow_the_tempered_softmax(temperature):
 def test_top_p_keeps_the_smallest_set_that_reaches_p(top_p, kept):
     expected = torch.tensor(kept) / sum(kept)
     torch.testing.assert_close(drawn_shares(PROBS, top_p=top_p), expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("top_k, kept", [(0, [0, 1, 3, 4]), (1, [1]), (2, [1, 4]), (3, [1, 3, 4]), (9, [0, 1, 3, 4])])
+def test_top_k_keeps_the_k_best(top_k, kept):
+    logits = torch.tensor(PROBS).log().expand(len(GRID), -1)
+    token, logp = choose(logits, GRID, 1.0, 1.0, top_k)
+    left = torch.tensor([p if i in kept else 0.0 for i, p in enumerate(PROBS)])
+    shares = torch.bincount(token, minlength=5) / len(GRID)
+    assert shares.tolist() == pytest.approx((left / left.sum()).tolist(), abs=1e-4)
+    assert logp.exp().tolist() == pytest.approx([PROBS[t] for t in token.tolist()]), "of the softmax before the cut"
+
+
+def test_top_p_counts_what_top_k_left():
+    logits = torch.tensor(PROBS).log().expand(len(GRID), -1)  # of 0.5 and 0.3, the best alone is 0.625
+    assert set(choose(logits, GRID, 1.0, 0.6, 2)[0].tolist()) == {1}
+    assert set(choose(logits, GRID, 1.0, 0.65, 2)[0].tolist()) == {1, 4}
+
+
+def test_top_k_of_one_is_greedy_and_sample_passes_it_on(pair, prompts):
+    greedy = sample(pair, "A", prompts, max_tokens=12, temperature=0.0)
+    assert sample(pair, "A", prompts, max_tokens=12, top_k=1).completions == greedy.completions
+    how = {"n": 2, "max_tokens": 12, "top_k": 5, "top_p": 0.9}
+    assert_same(sample(pair, "A", prompts, **how), sample_naive(pair, "A", prompts, **how))
 
 
 def test_top_p_acts_on_the_tempered_distribution():
