@@ -121,7 +121,9 @@ class Config:
     micro_tokens: int = knob(16384, "padded tokens per forward in the update, 0: what fits; no effect on the gradient")
     rollout_rows: int = knob(256, "rows that decode at once, 0: what fits; no effect on the samples")
     memory: float = knob(0.0, "GiB of the device that the run may fill (0: what it has free)")
-    prompt_tokens: int = knob(768, "longest prompt that the memory is planned for; a challenge's holds a summary")
+    prompt_tokens: int = knob(
+        768, "longest prompt planned for, a challenge's summary included; a longer one costs rows"
+    )
     estimate: bool = knob(False, "print what the run would take of the memory, and stop")
     lora_rank: int = knob(16, "rank of both adapters")
     lora_alpha: int = knob(32, "LoRA alpha of both adapters")
@@ -226,12 +228,17 @@ def grpo_loss(
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Row indices, sorted by length, cut so that rows x longest stays within `budget` (one row may exceed it alone)."""
+    """Row indices, sorted by length, cut so that rows x longest stays within `budget` (one row may exceed it alone).
+
+    A batch of some size is also closed before its pads would be more than an eighth of it: they cost as much as tokens.
+    """
     batch: list[int] = []
+    tokens = 0
     for row in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if batch and (len(batch) + 1) * lengths[row] > budget:
+        padded, tokens = (len(batch) + 1) * lengths[row], tokens + lengths[row]
+        if batch and (padded > budget or (padded > 1024 and tokens < 7 / 8 * padded)):
             yield batch
-            batch = []
+            batch, tokens = [], lengths[row]
         batch.append(row)
     if batch:
         yield batch

@@ -610,7 +610,8 @@ def estimate(pair: Pair, rows: int, micro_rows: int, prompt: int, completion: in
 
     rows decode at once, micro_rows go through one forward and backward; prompt and completion are the tokens of the
     longest row. rehearse(model, rows, prompt, completion) does what the sampler does and returns its cache's tensors.
-    Not counted: the driver's own context, some hundred MB on a GPU, and the gaps that PyTorch's allocator leaves.
+    Not counted: the driver's own context, some hundred MB on a GPU, what CUDA graphs keep (the tensors of one decode
+    step, once more), and the gaps that PyTorch's allocator leaves.
     Raises RuntimeError where the model uses an operation that the meta device lacks.
     """
     moments = 2 * sum(nbytes(pair.of(name).parameters[name].values()) for name in ADAPTERS)

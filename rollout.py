@@ -888,7 +888,10 @@ class Slots:
                 self.uses[shape] += 1
                 if self.uses[shape] == 16 and shape not in self.graphs:  # the steps before it were its warm-up
                     self.captures = self.capture(*shape)
-            self.graphs.get(shape, lambda shape=shape: self.step(*shape))()
+            if shape in self.graphs:
+                self.graphs[shape]()
+            else:
+                self.step(*shape)
             self.width += 1
 
     def capture(self, rows: int, width: int) -> bool:

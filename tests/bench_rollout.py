@@ -40,7 +40,7 @@ import cascade
 from agon import Config, agon_step
 from model import ADAPTERS, Pair, load_pair, lora_targets
 from reward import Problem
-from rollout import sample
+from rollout import Slots, sample
 
 CPU_BASE = dict(vocab_size=16_384, hidden_size=384, num_hidden_layers=8, num_attention_heads=6, num_key_value_heads=2,
                 head_dim=64, intermediate_size=1024, max_position_embeddings=2048)  # fmt: skip
@@ -229,19 +229,25 @@ def compare_step(args, folder: Path, pair: Pair) -> dict | None:
     return {"case": "step", "adapter": "A and B", "tokens": sum(scored[1:]) // args.repeats, "seconds": timed}
 
 
-def bandwidth_share(pair: Pair, cap: int = 256) -> dict:
-    """On CUDA: the bytes that a step of 64 rows must read, over what the card could read in its time. The step's time
-    is the difference between long and short completions; the card's speed is that of a copy, which reads and writes."""
-    prompts, config, seconds = torch.randint(3, 10_000, (64, 48)).tolist(), pair.model.config, {}
-    for length in (16, 16 + cap, 16, 16 + cap):  # the first two warm up
-        seconds[length] = ours(pair, "B", (prompts, 1, [length] * 64, 64))[0]
-    step = (seconds[16 + cap] - seconds[16]) / cap
+def bandwidth_share(pair: Pair, cap: int = 512) -> dict:
+    """On CUDA: the bytes that a step of 64 rows must read, over what the card could read in its time: a copy tells,
+    which reads and writes. A step's time is that from one harvest to the next, which both wait for the card."""
+    prompts, config = torch.randint(3, 10_000, (64, 48)).tolist(), pair.model.config
+    looks, plain = [], Slots.harvest
+
+    def harvest(slots: Slots, out) -> None:
+        plain(slots, out)
+        looks.append(now())
+
+    with patch.object(Slots, "harvest", harvest):
+        ours(pair, "B", (prompts, 1, [cap] * 64, 64))
+    step = statistics.median(after - before for before, after in itertools.pairwise(looks)) / 16
     source, target = torch.zeros(2, 2**32, dtype=torch.uint8, device=pair.device)
     times = [(now(), target.copy_(source), torch.cuda.synchronize(), now()) for _ in range(5)]
     peak = 2 * source.numel() / min(done - started for started, *_, done in times)
     weights = sum(p.numel() * p.element_size() for key, p in pair.model.named_parameters() if ".A." not in key)
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2  # keys, values in bf16
-    read = weights + 64 * (48 + 16 + cap / 2) * token  # the embedding is the LM head, read whole
+    read = weights + 64 * (48 + cap / 2) * token  # the embedding is the LM head, read whole
     return {"case": "bandwidth", "bytes": read, "step_seconds": step, "peak": peak, "share": read / step / peak}
 
 

@@ -401,6 +401,17 @@ def test_micro_batches_hold_every_row_once_within_the_budget(lengths, budget):
         assert len(batch) == 1 or len(batch) * max(lengths[r] for r in batch) <= budget
 
 
+def test_a_micro_batch_of_some_size_is_hardly_padded():
+    lengths = torch.randint(10, 400, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    batches = list(micro_batches(lengths, 10**6))
+    padded = [len(batch) * max(lengths[r] for r in batch) for batch in batches]
+    tokens = [sum(lengths[r] for r in batch) for batch in batches]
+    assert sum(padded) < 1.2 * sum(tokens), "in one batch it would be twice as many"
+    assert all(p <= 1024 or t >= 7 / 8 * p for p, t in zip(padded, tokens, strict=True))
+    assert min(padded[:-1]) > 500, "cut into crumbs"
+    assert len(list(micro_batches([300] * 300, 10**6))) == 1, "without pads there is nothing to cut"
+
+
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_an_update_moves_its_adapter_and_leaves_the_rival_bit_identical(pair, adapter):
     rival = "B" if adapter == "A" else "A"
@@ -536,7 +547,7 @@ def test_each_stream_is_scored_by_its_own_adapter_on_its_own_prompts(pair, monke
 
     monkeypatch.setattr(agon, "token_logprobs", spy)
     config = dataclasses.replace(SMALL, temperature=0.7)
-    _, _, challenges = agon_step(pair, adam(pair), PROBLEMS[:6], 1, config)  # step 1: B drafts
+    _, _, challenges = agon_step(pair, adam(pair), PROBLEMS[:4], 1, config)  # step 1: B drafts
     assert len(calls) == 2, "a batch this small is one micro-batch per stream"
     plain = [draft_prompt(pair.tokenizer, p.question) for p in PROBLEMS]
     (draft_active, draft_trained, draft_prompts, t1), (active, trained, prompts, t2) = calls
