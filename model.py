@@ -118,6 +118,8 @@ def check_device(device: str) -> None:
         raise ValueError(f"--device {device}: PyTorch here {why}; try --device cpu")
     if device.startswith("cuda:") and int(device[5:]) >= torch.cuda.device_count():
         raise ValueError(f"--device {device}: there are {torch.cuda.device_count()} CUDA devices, from cuda:0 on")
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # CUDA graphs, for one, are captured on the current device
     if device == "mps" and not torch.backends.mps.is_available():
         raise ValueError("--device mps: only Apple's processors have it; try --device cpu")
 

@@ -601,9 +601,10 @@ def sample(
     """n completions of every prompt by one adapter, batched, with a KV cache. Same result as `sample_naive`.
 
     max_tokens caps every completion (or each its own: one number per row, prompt-major). At most `max_rows` rows decode
-    at once, and no more than `max_cache_tokens` tokens of keys and values exist at any time. A row that ends leaves its
-    place to one that waits. Raises CacheTooSmall for a prompt that the cache has no room for, ValueError for a family
-    whose cache is of a kind not known here, FloatingPointError, with row and token, where logits are not finite.
+    at once, and no more than `max_cache_tokens` tokens of keys and values exist at any time (but for a passing copy of
+    one layer's). A row that ends leaves its place to one that waits. Raises CacheTooSmall for a prompt that the cache
+    has no room for, ValueError for a family whose cache is of a kind not known here, FloatingPointError, with row and
+    token, where logits are not finite.
     """
     model, stops = pair.activate(adapter), pair.of(adapter).stop_ids
     out = Rollouts([list(p) for p in prompts for _ in range(n)], [], [], [])
@@ -623,7 +624,7 @@ def sample(
     number = {r: k for rows in rows_of.values() for k, r in enumerate(rows)}
 
     # 2. Places: each holds one row at its full length. What a prefill makes stands beside them until it is handed out.
-    needs = [columns(len(p) + cap) for p, cap in zip(out.prompts, caps, strict=True)]
+    needs = [cache_columns(len(p) + cap) for p, cap in zip(out.prompts, caps, strict=True)]
     prefill_room, places = PREFILL_TOKENS, min(max_rows, total)
     if max_cache_tokens is not None:
         prefill_room = max(min(PREFILL_TOKENS, max_cache_tokens // 4), max(map(len, rows_of)))
@@ -641,11 +642,15 @@ def sample(
     equal = any(isinstance(layer, LinearAttentionLayer) for layer in slots.cache.layers)
     groups = deque(prefill_groups(list(rows_of), prefill_room, places, equal))
     ready: deque[tuple[int, int]] = deque()  # rows that wait for a place only: (row, line of the last prefill)
+    begun, start = (), None  # a beginning that prompts share, and its cache
     while groups or ready or slots.rows:
         if len(slots.rows) < places and (groups or ready):
             if not ready:
                 group, shared = groups.popleft()
-                lines, logits = prefill(model, group, shared)  # logits (b, V)
+                if begun != group[0][:shared]:
+                    start = None  # the old one goes before the new one comes
+                    begun, start = group[0][:shared], begin(model, group[0][:shared])
+                lines, logits = prefill(model, group, shared, start)  # logits (b, V)
                 ready.extend((r, line) for line, prompt in enumerate(group) for r in rows_of[prompt])
             taken = [ready.popleft() for _ in range(min(len(ready), places - len(slots.rows)))]
             noise = [row_noise(out.prompts[r], number[r], caps[r], seed) for r, _ in taken]
@@ -659,7 +664,7 @@ def sample(
     return out
 
 
-def columns(tokens: int) -> int:
+def cache_columns(tokens: int) -> int:
     """The columns of cache for a row of so many tokens: GPU kernels like multiples of 8."""
     return -(-tokens // 8) * 8
 
@@ -679,9 +684,9 @@ def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def prefill_groups(prompts: list[tuple[int, ...]], room: int, places: int, equal: bool):
-    """Cut distinct prompts into groups, one prefill each -> [(prompts, tokens that all of them begin with), ...].
+    """Cut distinct prompts into groups, one prefill each -> [(prompts, tokens that their family begins with), ...].
 
-    The N challenges of a problem come together, since they share the problem; what shares nothing goes by length. A
+    The N challenges of a problem are a family, since they share the problem; what shares nothing goes by length. A
     group takes up to `room` tokens with its pads, but at least one prompt, and no more prompts than there are places;
     equal: all have one length.
     """
@@ -694,47 +699,72 @@ def prefill_groups(prompts: list[tuple[int, ...]], room: int, places: int, equal
     alone = [family[0] for family in families if len(family) == 1]
     groups = []
     for family in [alone, *(family for family in families if len(family) > 1)]:
-        shared = 0 if family is alone else common_tokens(family[0], family[-1])
+        shared = 0
+        if family is not alone:  # first and last are the least alike; of each, one token is left for its logits
+            shared = min(common_tokens(family[0], family[-1]), min(map(len, family)) - 1)
+            if shared + max(map(len, family)) > room:  # the beginning's own line has no room
+                shared = 0
         group: list[tuple[int, ...]] = []
         for prompt in sorted(family, key=len):
-            full = (len(group) + 1) * len(prompt) > room or len(group) == places
+            full = shared + (len(group) + 1) * len(prompt) > room or len(group) == places
             if group and (full or (equal and len(prompt) != len(group[0]))):
                 groups.append((group, shared))
                 group = []
             group.append(prompt)
         if group:
             groups.append((group, shared))
-    # At least one token of each prompt must be left to compute: its logits choose the completion's first.
-    return [(group, min(shared, len(group[0]) - 1) if len(group) > 1 else 0) for group, shared in groups]
+    return groups
 
 
-def prefill(model, prompts: Sequence[Sequence[int]], shared: int) -> tuple[DynamicCache, torch.Tensor]:
-    """The cache of b prompts, one line each, and the logits (b, V) after their last token.
+def begin(model, ids: Sequence[int]) -> DynamicCache | None:
+    """The cache of a beginning, one line; None where there is none."""
+    if not ids:
+        return None
+    decoder, cache = model.get_decoder(), prefill_cache(model)
+    decoder(input_ids=torch.tensor([ids], device=model.device), use_cache=True, **{cache_argument(decoder): cache})
+    return cache
+
+
+def prefill_cache(model) -> DynamicCache:
+    """Empty. Sliding layers keep all their tokens in it: their own kind would drop real ones for the pads."""
+    cache = DynamicCache(config=model.config)
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, DynamicLayer):
+            cache.layers[i] = DynamicLayer()
+    return cache
+
+
+def prefill(model, prompts: Sequence[Sequence[int]], shared: int = 0, start: DynamicCache | None = None):
+    """(cache of b prompts, one line each; logits (b, V) after their last token). start: of their first `shared` tokens.
 
     Prompts are padded on the right, where under the causal mask no real token sees the pads: so no mask is needed, and
     what the pads leave in the cache is overwritten or masked by length. (A layer with a recurrent state would digest
-    them: for such families the prompts of a call have one length.) The first `shared` tokens are computed once.
+    them: for such families the prompts of a call have one length.)
     """
     decoder, lengths = model.get_decoder(), [len(p) - shared for p in prompts]
-    cache = DynamicCache(config=model.config)
-    for i, layer in enumerate(cache.layers):
-        if isinstance(layer, DynamicLayer):  # sliding ones too: theirs would drop real tokens for the pads
-            cache.layers[i] = DynamicLayer()
-    how = {"use_cache": True, cache_argument(decoder): cache}
+    cache = copy.deepcopy(start) if shared else prefill_cache(model)  # a model writes into the cache that it is given
     if shared:
-        decoder(input_ids=torch.tensor([prompts[0][:shared]], device=model.device), **how)
-        cache.reorder_cache(torch.zeros(len(prompts), dtype=torch.long, device=model.device))  # a copy for each
+        cache.reorder_cache(torch.zeros(len(prompts), dtype=torch.long, device=model.device))  # the line, b times
     ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)  # (b, P)
     for i, prompt in enumerate(prompts):
         ids[i, : lengths[i]] = torch.tensor(prompt[shared:])
-    positions = torch.arange(shared, shared + max(lengths), device=model.device)[None]  # (1, P)
-    hidden = decoder(input_ids=ids.to(model.device), position_ids=positions, **how).last_hidden_state  # (b, P, D)
+    hidden = decoder(
+        input_ids=ids.to(model.device),
+        position_ids=torch.arange(shared, shared + max(lengths), device=model.device)[None],  # (1, P)
+        use_cache=True,
+        **{cache_argument(decoder): cache},
+    ).last_hidden_state  # (b, P, D)
     last = torch.tensor(lengths, device=model.device) - 1  # (b,)
     return cache, next_logits(model, hidden[torch.arange(len(prompts), device=model.device), last])
 
 
 class CacheTooSmall(ValueError):
     """A prompt and its completion need more tokens of cache than `sample` was given."""
+
+
+# What the layers of one window (None: none) must know in a decode step: the rows (b,), the column (b,) where the new
+# token of each goes, and how many columns are looked at.
+Looks = dict[int | None, tuple[torch.Tensor, torch.Tensor, int]]
 
 
 class SlotLayer(DynamicLayer):
@@ -745,28 +775,27 @@ class SlotLayer(DynamicLayer):
     order does not matter to attention, since a key carries its position.
     """
 
-    def __init__(self, slots: Slots, window: int | None):
+    def __init__(self, places: int, capacity: int, window: int | None, looks: Looks):
         super().__init__()
-        self.slots, self.window = slots, window
+        self.places, self.columns, self.window = places, min(capacity, window or capacity), window
+        self.looks = looks  # what Slots.step says; a reference to Slots would be a cycle, which only gc could free
 
     def fill(self, at: slice, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> None:
         """Take over b rows from a prefill: keys, values (b, heads, P, head size), pads behind `lengths` (b,)."""
-        columns = min(self.slots.capacity, self.window or self.slots.capacity)  # W
         if not self.is_initialized:  # zeros: a masked value counts 0 times, and 0 times NaN would be NaN
-            size = [(self.slots.places, x.shape[1], columns, x.shape[3]) for x in (keys, values)]
+            size = [(self.places, x.shape[1], self.columns, x.shape[3]) for x in (keys, values)]
             self.keys, self.values = keys.new_zeros(size[0]), values.new_zeros(size[1])  # (B, heads, W, head size)
             self.is_initialized = True
-        if keys.shape[2] > columns:  # each column takes its newest token
-            last = lengths[:, None] - 1  # (b, 1)
-            newest = last - (last - self.slots.arange[:columns]) % columns  # (b, W); negative: none yet, to be masked
+        if keys.shape[2] > self.columns:  # each column takes its newest token
+            last, column = lengths[:, None] - 1, torch.arange(self.columns, device=keys.device)  # (b, 1), (W,)
+            newest = last - (last - column) % self.columns  # (b, W); negative: none yet, to be masked
             newest = newest.clamp(min=0)[:, None, :, None]  # (b, 1, W, 1)
             keys, values = (torch.take_along_dim(x, newest, dim=2) for x in (keys, values))  # (b, heads, W, head size)
         self.keys[at, :, : keys.shape[2]], self.values[at, :, : keys.shape[2]] = keys, values
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by the model with one new token per row, (b, heads, 1, head size); returns all it may look at."""
-        column, columns = self.slots.columns[self.window]  # (b,) where it goes, and how many are looked at
-        row = self.slots.arange[: len(column)]  # (b,)
+        row, column, columns = self.looks[self.window]
         self.keys[row, :, column], self.values[row, :, column] = keys[:, :, 0], values[:, :, 0]
         return self.keys[: len(row), :, :columns], self.values[: len(row), :, :columns]
 
@@ -791,7 +820,7 @@ class Slots:
         self.width = self.left = 0  # columns that the longest row needs next; tokens that any row may still write
         self.every = 1 if device.type == "cpu" else 16  # steps from one harvest to the next
         self.stops = torch.tensor(sorted(stops), dtype=torch.long, device=device)  # (S,) S stop ids
-        self.arange = torch.arange(max(self.capacity, places), device=device)
+        self.arange = torch.arange(max(capacity, places), device=device)
 
         def lines(*shape: int, dtype=torch.long) -> torch.Tensor:
             return torch.zeros(places, *shape, dtype=dtype, device=device)
@@ -802,23 +831,28 @@ class Slots:
         real = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPU has no float64
         self.tokens, self.logprobs = lines(cap + 1), lines(cap + 1, dtype=torch.float32)  # (B, C + 1): one to idle in
         self.noise = lines(cap + 1, dtype=real)  # (B, C + 1)
+        # What moves along when a row moves, together with its keys, values and recurrent states.
         self.state = [self.token, self.count, self.cap, self.prompt, self.live, self.bad]
         self.state += [self.tokens, self.logprobs, self.noise]
 
         self.windows: set[int | None] = set()
+        self.looks: Looks = {}
         self.recurrent: dict[tuple[int, str, int], torch.Tensor] = {}  # states (B, ...) by layer, kind and number
         kinds = {type(layer).__name__ for layer in self.cache.layers}
         kinds |= set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         if unknown := kinds - KNOWN_LAYERS:
             raise ValueError(f"the base has layers of a kind that the sampler does not know: {min(unknown)}")
+        self.attention = model.config.get_text_config()._attn_implementation
+        if self.attention not in ("sdpa", "eager"):
+            raise ValueError(f"the sampler makes masks for sdpa and eager attention, not for {self.attention}")
         for i, layer in enumerate(self.cache.layers):
             if isinstance(layer, DynamicLayer):
-                self.cache.layers[i] = SlotLayer(self, getattr(layer, "sliding_window", None))
-                self.windows.add(self.cache.layers[i].window)
-        self.columns: dict[int | None, tuple[torch.Tensor, int]] = {}  # by window, for SlotLayer.update
+                window = getattr(layer, "sliding_window", None)
+                self.cache.layers[i] = SlotLayer(places, capacity, window, self.looks)
+                self.windows.add(window)
         self.graphs: dict[tuple[int, int], Callable[[], None]] = {}
         self.uses: Counter[tuple[int, int]] = Counter()
-        self.captures = device.type == "cuda"
+        self.captures = device.type == "cuda" and type(self.decoder) not in NO_GRAPHS
         self.pool = torch.cuda.graph_pool_handle() if self.captures else None  # one for all graphs: they never overlap
 
     def fill(self, taken: list[tuple[int, int]], prompts, noise: list[np.ndarray], lines: DynamicCache, logits) -> None:
@@ -833,6 +867,7 @@ class Slots:
             for kind in ("conv_states", "recurrent_states") if isinstance(own, LinearAttentionLayer) else ():
                 for j, state in getattr(new, kind).items():  # (b, ...)
                     if (i, kind, j) not in self.recurrent:
+                        # transformers' own notes on such a layer ("there is a state"), which a prefill fills in
                         vars(own).update({key: copy.copy(value) for key, value in vars(new).items()})
                         self.recurrent[i, kind, j] = state.new_zeros(self.places, *state.shape[1:])  # (B, ...)
                     self.recurrent[i, kind, j][at] = state[line]
@@ -860,8 +895,10 @@ class Slots:
         masks = {}
         for window in self.windows:
             columns = min(width, window or width)
-            self.columns[window] = (position % window if window else position, columns)
+            self.looks[window] = self.arange[:rows], position % window if window else position, columns
             seen = self.arange[:columns] <= position[:, None]  # (b, T) from lengths alone
+            if self.attention == "eager":  # families without the fused kernel add the mask to the scores
+                seen = torch.where(seen, 0.0, -torch.inf).to(self.model.dtype)  # (b, T)
             masks[window] = seen[:, None, None]  # (b, 1, 1, T)
         for (i, kind, j), state in self.recurrent.items():
             getattr(self.cache.layers[i], kind)[j] = state[:rows]  # a view: the model updates it in place
@@ -881,9 +918,9 @@ class Slots:
     def decode(self) -> None:
         """Steps up to the next harvest; on CUDA as graphs, one for each shape that comes often."""
         for _ in range(min(self.every, self.left)):
-            shape = len(self.rows), self.width
+            shape = rows, width = len(self.rows), self.width
             if self.captures:  # few shapes: rows in powers of two, columns in steps of 256; what is too much idles
-                rows, width = 1 << (shape[0] - 1).bit_length(), -(-shape[1] // 256) * 256
+                rows, width = 1 << (rows - 1).bit_length(), -(-width // 256) * 256
                 shape = min(self.places, rows), min(self.capacity, width)
                 self.uses[shape] += 1
                 if self.uses[shape] == 16 and shape not in self.graphs:  # the steps before it were its warm-up
@@ -896,12 +933,17 @@ class Slots:
 
     def capture(self, rows: int, width: int) -> bool:
         """Record the kernels that a step launches, to launch them later all at once: Python is slower than a GPU."""
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self.pool):
                 self.step(rows, width)
         except RuntimeError as error:  # the family waits for the GPU somewhere
-            say(f"decoding without CUDA graphs, this base cannot be captured: {first_line(error)}")
+            torch.cuda.set_stream(stream)  # torch.cuda.graph fails at its own end, before it would do that
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            NO_GRAPHS.add(type(self.decoder))  # once is enough: each try costs a step, and clears PyTorch's cache
+            why = error.__context__ or error  # the end of a failed capture fails in turn, and says less
+            say(f"decoding without CUDA graphs, this base cannot be captured: {first_line(why)}")
             return False
         say("decoding with CUDA graphs")
         self.graphs[rows, width] = graph.replay
@@ -909,13 +951,13 @@ class Slots:
 
     def harvest(self, out: Rollouts) -> None:
         """Hand the rows that ended to `out`, and close the gaps. Raises FloatingPointError for logits not finite."""
-        places = len(self.rows)
-        state = [x[:places].long() for x in (self.live, self.bad, self.prompt, self.count, self.cap)]
-        live, bad, prompt, count, cap = torch.stack(state).tolist()  # the one wait for the GPU
+        taken = len(self.rows)
+        state = [x[:taken].long() for x in (self.live, self.bad, self.prompt, self.count, self.cap)]
+        live, bad, prompt, count, cap = torch.stack(state).tolist()  # waits for the GPU
         for r, b in zip(self.rows, bad, strict=True):
             if b:
                 raise FloatingPointError(f"non-finite logits in row {r} at completion token {b - 1}")
-        stay, ended = [i for i in range(places) if live[i]], [i for i in range(places) if not live[i]]
+        stay, ended = [i for i in range(taken) if live[i]], [i for i in range(taken) if not live[i]]
         self.width = max((prompt[i] + count[i] for i in stay), default=0)
         self.left = max((cap[i] - count[i] for i in stay), default=0)
         if ended:
@@ -935,6 +977,9 @@ class Slots:
             self.live[len(stay) :] = False
 
 
+NO_GRAPHS: set[type] = set()  # decoders that could not be captured
+
+
 @lru_cache  # once
 def say(text: str) -> None:
     print(text, file=sys.stderr)
@@ -942,19 +987,19 @@ def say(text: str) -> None:
 
 def cache_budget(rows: int, prompt_tokens: int, max_tokens: int) -> int:
     """Tokens of cache with which `rows` rows decode at once, prompts up to `prompt_tokens`: longer ones cost places."""
-    return rows * columns(prompt_tokens + max_tokens) + PREFILL_TOKENS
+    return rows * cache_columns(prompt_tokens + max_tokens) + max(PREFILL_TOKENS, prompt_tokens)
 
 
 def rehearse(model, rows: int, prompt: int, completion: int, temperature: float, top_p: float) -> list[torch.Tensor]:
     """What `sample` makes of tensors at its fullest, for model.estimate on the "meta" device: `rows` rows are seated, a
     prefill waits for places, another is made, and the last token is decoded. Returns the cache."""
-    slots = Slots(model, rows, columns(prompt + completion), completion, (), (temperature, top_p, 0))
+    slots = Slots(model, rows, cache_columns(prompt + completion), completion, (), (temperature, top_p, 0))
     group = [[0] * prompt] * max(1, min(rows, PREFILL_TOKENS // prompt))
-    lines, logits = prefill(model, group, 0)
+    lines, logits = prefill(model, group)
     seats = [(row, row % len(group)) for row in range(rows)]
     slots.fill(seats, group[:1] * rows, [np.zeros(completion)] * rows, lines, logits)
     del lines, logits
-    waiting = prefill(model, group, 0)
+    waiting = prefill(model, group)
     slots.step(rows, slots.capacity)
     del waiting
     attention = [layer for layer in slots.cache.layers if isinstance(layer, SlotLayer)]

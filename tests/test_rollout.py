@@ -5,6 +5,7 @@ Run:  pytest tests/test_rollout.py
 
 import copy
 import dataclasses
+import gc
 import json
 import os
 import re
@@ -198,6 +199,9 @@ def random_pair(tokenizer, name: str) -> Pair:
         "Gemma 3, window 6, softcap": lambda: transformers.Gemma3TextConfig(
             **shape, **alternating, query_pre_attn_scalar=8, final_logit_softcapping=5.0
         ),
+        "Gemma 2, window 6, eager": lambda: transformers.Gemma2Config(
+            **shape, **alternating, query_pre_attn_scalar=8, attn_logit_softcapping=2.0, final_logit_softcapping=5.0
+        ),
         "Gemma 4, window 6": lambda: transformers.Gemma4TextConfig(
             **shape, **alternating, vocab_size_per_layer_input=119, hidden_size_per_layer_input=8,
             num_kv_shared_layers=0, global_head_dim=8,
@@ -228,6 +232,7 @@ FAMILIES = [
     "Llama",
     "Mistral, window 6",
     "Gemma 3, window 6, softcap",
+    "Gemma 2, window 6, eager",
     "Gemma 4, window 6",
     "Qwen 3.5, linear attention",
     "GPT-2, absolute positions",
@@ -277,11 +282,15 @@ def test_a_shared_beginning_is_computed_once_and_changes_nothing(pair, monkeypat
     with watch(other, lambda ids: seen.append(ids.shape)):
         fast = sample(other, "A", prompts, **how)
     assert_same(fast, sample_naive(other, "A", prompts, **how), atol=1e-4)
-    assert_same(sample(other, "A", prompts, **how, max_rows=3), fast, atol=1e-4)
+    few: list[tuple[int, int]] = []
+    with watch(other, lambda ids: few.append(tuple(ids.shape))):
+        assert_same(sample(other, "A", prompts, **how, max_rows=1), fast, atol=1e-4)
+    assert few.count((1, 16)) == few.count((1, 13)) == 1, "a beginning serves several prefills"
     decode = next(i for i, (b, t) in enumerate(seen) if t == 1 and b > len(prompts))  # there is a place for each row
     assert sum(b * t for b, t in seen[:decode]) < sum(map(len, prompts))
-    if not family.startswith("Qwen 3.5"):  # there, prompts of one length share a call
-        # 17 - 1 tokens of the first (one prompt is the beginning itself), then what differs, padded; and so on
+    if family.startswith("Qwen 3.5"):  # only prompts of one length share a call
+        assert list(seen[:7]) == [(1, 15), (1, 16), (1, 1), (1, 2), (2, 5), (1, 13), (1, 2)]
+    else:  # 17 - 1 tokens of the first (one prompt is the beginning itself), then what differs, padded; and so on
         assert list(seen[:5]) == [(1, 15), (1, 16), (4, 5), (1, 13), (2, 9)]
 
 
@@ -334,6 +343,12 @@ def cache_tokens(pair, monkeypatch):
             super().__init__(*args, **kwargs)
             alive.add(self)
 
+        def __deepcopy__(self, memo):
+            new = memo[id(self)] = Recorded.__new__(Recorded)
+            vars(new).update(copy.deepcopy(vars(self), memo))
+            alive.add(new)
+            return new
+
     def look(module, args, out):
         first = [cache.layers[0].keys for cache in alive if cache.layers[0].is_initialized]
         seen.append(sum(keys.shape[0] * keys.shape[2] for keys in first))
@@ -344,6 +359,24 @@ def cache_tokens(pair, monkeypatch):
         yield seen
     finally:
         handle.remove()
+
+
+def test_the_cache_is_gone_when_sample_returns(pair, prompts, monkeypatch):
+    """At once: what only the garbage collector could free would lie on the card during the update."""
+    made, plain = [], Slots.__init__
+
+    def init(slots, *args):
+        plain(slots, *args)
+        made.extend([weakref.ref(slots), weakref.ref(slots.cache)])
+
+    monkeypatch.setattr(Slots, "__init__", init)
+    gc.collect()
+    gc.disable()
+    try:
+        sample(pair, "A", prompts, max_tokens=4)
+        assert len(made) == 2 and all(ref() is None for ref in made)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("budget", [120, 200, 333, 1000, None])
@@ -472,6 +505,9 @@ def test_a_base_that_cannot_be_captured_decodes_without_and_says_so_once(pair, p
     )
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", Unable)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(rollout, "NO_GRAPHS", set())
     rollout.say.cache_clear()
     for _ in range(2):
         assert_same(sample(pair, "A", prompts, **how), wanted)
