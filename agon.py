@@ -76,7 +76,7 @@ from model import (
     token_logprobs,
 )
 from reward import EVENTS, Problem, challenge_reward, draft_reward
-from rollout import CacheTooSmall, Rollouts, cache_budget, rehearse
+from rollout import CacheTooSmall, Rollouts, cache_budget, divide_cache, draft_prompt, rehearse
 
 
 def knob(default, text: str):
@@ -645,6 +645,18 @@ def parse_config(argv: list[str] | None) -> Config:
     return Config(**vars(parser.parse_args(argv)))
 
 
+def check_prompts(pair: Pair, config: Config, problems: Sequence[Problem]) -> None:
+    """Raise ValueError for a question too long for the sampler's cache: now, rather than when its turn comes."""
+    budget = eval_sampling(vars(config))["max_cache_tokens"]
+    for half in filter(None, (pair, pair.rival)):
+        prompts = [draft_prompt(half.tokenizer, problem.question) for problem in problems]
+        i = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+        try:
+            divide_cache([prompts[i]], [config.max_tokens], 1, 1, budget)
+        except CacheTooSmall as error:
+            raise ValueError(f"the question {problems[i].question[:60]!r}: {error}") from error
+
+
 def make_run_folder(config: Config) -> Path:
     """Create the run folder. Raises ValueError for one that holds anything: nothing the user has may be lost."""
     folder = Path(config.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.method}")
@@ -689,6 +701,7 @@ def main(argv: list[str] | None = None) -> int:
         train_set, validation, test = (load_split(vars(config), split) for split in ("train", "validation", "test"))
         before = peak_memory("cpu") if config.device == "cpu" else 0
         pair = new_pair(config)
+        check_prompts(pair, config, [*train_set, *validation, *test])
         folder = make_run_folder(config)
         write_config(config, folder)
     except (ValueError, OSError) as error:

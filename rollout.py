@@ -7,6 +7,7 @@ The shape alphabet stands at the head of model.py.
 from __future__ import annotations
 
 import copy
+import math
 import re
 import sys
 import unicodedata
@@ -556,9 +557,10 @@ def choose(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p:
         if top_p < 1 or top_k:
             ranked, order = probs.double().sort(dim=-1, descending=True)  # (B, V)
             if top_k:
-                ranked[:, top_k:] = 0.0
+                ranked[:, top_k:].zero_()
                 ranked /= ranked.sum(-1, keepdim=True)
-            ranked[ranked.cumsum(-1) - ranked >= top_p] = 0.0  # the best token always stays: its sum before it is 0
+            before = ranked.cumsum(-1) - ranked  # (B, V) of the best token 0, so that it always stays
+            ranked.masked_fill_(before >= top_p, 0.0)
             probs = torch.zeros_like(ranked).scatter(-1, order, ranked)
         cdf = probs.cumsum(-1, dtype=torch.float64)  # (B, V)
         # First token whose cumulated probability exceeds u * total, so never one of probability 0. The factor keeps
@@ -603,8 +605,8 @@ def sample(
     max_tokens caps every completion (or each its own: one number per row, prompt-major). At most `max_rows` rows decode
     at once, and no more than `max_cache_tokens` tokens of keys and values exist at any time (but for a passing copy of
     one layer's). A row that ends leaves its place to one that waits. Raises CacheTooSmall for a prompt that the cache
-    has no room for, ValueError for a family whose cache is of a kind not known here, FloatingPointError, with row and
-    token, where logits are not finite.
+    has no room for, ValueError for settings that make no sense and for a family whose cache is of a kind not known
+    here, FloatingPointError, with row and token, where logits are not finite.
     """
     model, stops = pair.activate(adapter), pair.of(adapter).stop_ids
     out = Rollouts([list(p) for p in prompts for _ in range(n)], [], [], [])
@@ -613,8 +615,15 @@ def sample(
     caps = [max_tokens] * total if isinstance(max_tokens, int) else list(max_tokens)
     if not total:
         return out
-    if min(caps) < 1 or len(caps) != total:
+    if len(caps) != total or min(caps) < 1:
         raise ValueError(f"max_tokens must be at least 1, one for all or one for each of the {total} rows")
+    if not all(out.prompts):
+        raise ValueError(f"prompt {out.prompts.index([]) // n} is empty: there is nothing to continue")
+    if not (temperature == 0 or 1e-6 <= temperature < math.inf) or not 0 < top_p <= 1 or top_k < 0 or max_rows < 1:
+        raise ValueError(
+            f"sampling needs temperature 0 or at least 1e-6, 0 < top_p <= 1, top_k at least 0 (off) and max_rows at "
+            f"least 1, not {temperature}, {top_p}, {top_k} and {max_rows}"
+        )
 
     # 1. The rows of each distinct prompt. A row's number among them keys its noise, so it draws the same numbers
     #    whatever else is in the batch.
@@ -624,19 +633,8 @@ def sample(
     number = {r: k for rows in rows_of.values() for k, r in enumerate(rows)}
 
     # 2. Places: each holds one row at its full length. What a prefill makes stands beside them until it is handed out.
-    needs = [cache_columns(len(p) + cap) for p, cap in zip(out.prompts, caps, strict=True)]
-    prefill_room, places = PREFILL_TOKENS, min(max_rows, total)
-    if max_cache_tokens is not None:
-        prefill_room = max(min(PREFILL_TOKENS, max_cache_tokens // 4), max(map(len, rows_of)))
-        places = min(places, (max_cache_tokens - prefill_room) // max(needs))
-        if places < 1:
-            worst = needs.index(max(needs))
-            raise CacheTooSmall(
-                f"prompt {worst // n} has {len(out.prompts[worst])} tokens: with a completion of {caps[worst]} and its "
-                f"prefill it needs {max(needs) + prefill_room} tokens of cache, and there is room for "
-                f"{max_cache_tokens}: lower max_tokens, or allow more"
-            )
-    slots = Slots(model, places, max(needs), max(caps), stops, (temperature, top_p, top_k))
+    places, columns, prefill_room = divide_cache(out.prompts, caps, n, max_rows, max_cache_tokens)
+    slots = Slots(model, places, columns, max(caps), stops, (temperature, top_p, top_k))
 
     # 3. Refill and decode, in turn.
     equal = any(isinstance(layer, LinearAttentionLayer) for layer in slots.cache.layers)
@@ -669,8 +667,32 @@ def cache_columns(tokens: int) -> int:
     return -(-tokens // 8) * 8
 
 
+def divide_cache(
+    prompts: Sequence[Sequence[int]], caps: Sequence[int], n: int, max_rows: int, max_cache_tokens: int | None
+) -> tuple[int, int, int]:
+    """For rows of these prompts, n of each, and these caps: places, columns of each, tokens that one prefill may take.
+
+    Raises CacheTooSmall, with the prompt that is to blame, where there is no room for one place and one prefill.
+    """
+    needs = [cache_columns(len(p) + cap) for p, cap in zip(prompts, caps, strict=True)]
+    columns, places, prefill_room = max(needs), min(max_rows, len(prompts)), PREFILL_TOKENS
+    if max_cache_tokens is not None:
+        spare = min(max_cache_tokens // 4, max_cache_tokens - columns)
+        prefill_room = max(min(PREFILL_TOKENS, spare), max(map(len, prompts)))
+        places = min(places, (max_cache_tokens - prefill_room) // columns)
+        if places < 1:
+            worst = needs.index(columns)
+            raise CacheTooSmall(
+                f"prompt {worst // n} has {len(prompts[worst])} tokens: with a completion of {caps[worst]} and its "
+                f"prefill it needs {columns + prefill_room} tokens of cache, and there is room for "
+                f"{max_cache_tokens}: lower max_tokens, or allow more (--prompt-tokens of a run)"
+            )
+    return places, columns, prefill_room
+
+
 PREFILL_TOKENS = 4096  # in one prefill, pads included: enough to keep a GPU busy, little beside the cache
-SHARED_TOKENS = 64  # a common beginning as long as this is computed once
+SHARED_TOKENS = 64  # a common beginning as long as this may be computed once,
+SAVED_TOKENS = 512  # if that saves so many: it costs a forward of its own
 KNOWN_LAYERS = {
     "full_attention", "sliding_attention", "linear_attention",
     "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer",
@@ -686,24 +708,26 @@ def common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
 def prefill_groups(prompts: list[tuple[int, ...]], room: int, places: int, equal: bool):
     """Cut distinct prompts into groups, one prefill each -> [(prompts, tokens that their family begins with), ...].
 
-    The N challenges of a problem are a family, since they share the problem; what shares nothing goes by length. A
+    The N challenges of a problem are a family, since they share the problem; what shares little goes by length. A
     group takes up to `room` tokens with its pads, but at least one prompt, and no more prompts than there are places;
     equal: all have one length.
     """
     families: list[list[tuple[int, ...]]] = []
+    alone, alike = [], []
     for prompt in sorted(prompts):  # in this order, those that begin alike are neighbours
         if families and common_tokens(families[-1][0], prompt) >= SHARED_TOKENS:
             families[-1].append(prompt)
         else:
             families.append([prompt])
-    alone = [family[0] for family in families if len(family) == 1]
+    for family in families:  # first and last are the least alike; of each, one token is left for its logits
+        shared = min(common_tokens(family[0], family[-1]), min(map(len, family)) - 1)
+        fits = shared + max(map(len, family)) <= room  # the beginning has a line of its own
+        if fits and shared * (len(family) - 1) >= SAVED_TOKENS:
+            alike.append((family, shared))
+        else:
+            alone += family
     groups = []
-    for family in [alone, *(family for family in families if len(family) > 1)]:
-        shared = 0
-        if family is not alone:  # first and last are the least alike; of each, one token is left for its logits
-            shared = min(common_tokens(family[0], family[-1]), min(map(len, family)) - 1)
-            if shared + max(map(len, family)) > room:  # the beginning's own line has no room
-                shared = 0
+    for family, shared in [(alone, 0), *alike]:
         group: list[tuple[int, ...]] = []
         for prompt in sorted(family, key=len):
             full = shared + (len(group) + 1) * len(prompt) > room or len(group) == places
@@ -929,7 +953,7 @@ class Slots:
                 self.graphs[shape]()
             else:
                 self.step(*shape)
-            self.width += 1
+            self.width = min(self.width + 1, self.capacity)  # a row that idles needs no more
 
     def capture(self, rows: int, width: int) -> bool:
         """Record the kernels that a step launches, to launch them later all at once: Python is slower than a GPU."""

@@ -42,7 +42,7 @@ from agon import (
 )
 from cascade import Stage, cascade
 from model import ADAPTERS, EMBEDDED, load_pair, token_logprobs
-from reward import challenge_reward, load_problems
+from reward import Problem, challenge_reward, load_problems
 from rollout import Rollouts, draft_prompt, sample
 
 PROBLEMS = load_problems("congruence", "train", 8)
@@ -1049,6 +1049,17 @@ def test_a_bad_flag_is_refused_in_one_line_that_names_it(capsys, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     assert named in refused(capsys, flags.split())
     assert list(tmp_path.iterdir()) == [], "a refused run must leave nothing behind"
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_a_question_beyond_the_cache_is_refused_before_training(capsys, tmp_path, monkeypatch, split):
+    problems = [Problem(f"{a}x = 1 (mod 19)", f"{a}") for a in range(2, 9)]
+    long = Problem("7x = 2 (mod 19)" + "0123456789" * 500, "3")
+    monkeypatch.setattr(agon, "load_split", lambda _, name: [*problems, long] if name == split else problems)
+    monkeypatch.setattr(agon, "train", lambda *_: pytest.fail("it trained"))
+    flags = ["--rollout-rows", "1", "--prompt-tokens", "16", "--out", str(tmp_path / "run")]
+    line = refused(capsys, flags)
+    assert "'7x = 2 (mod 19)0123" in line and "--prompt-tokens" in line and not (tmp_path / "run").exists()
 
 
 def test_a_seed_too_large_for_the_generators_is_refused(capsys, tmp_path):

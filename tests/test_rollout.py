@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import gc
 import json
+import math
 import os
 import re
 import subprocess
@@ -277,6 +278,7 @@ def beginning_alike(seed: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_shared_beginning_is_computed_once_and_changes_nothing(pair, monkeypatch, family):
     monkeypatch.setattr(rollout, "SHARED_TOKENS", 10)
+    monkeypatch.setattr(rollout, "SAVED_TOKENS", 10)
     other, prompts, seen = random_pair(pair.tokenizer, family), beginning_alike(), []
     how = {"n": 2, "max_tokens": 10}
     with watch(other, lambda ids: seen.append(ids.shape)):
@@ -327,7 +329,17 @@ def test_each_row_may_have_a_cap_of_its_own(many_stops, prompts):
     assert out.finished == [c[-1] in many_stops.stop_ids for c in out.completions]
 
 
-@pytest.mark.parametrize("bad", [0, [1, 0], [1, 1, 1]])
+def test_settings_that_make_no_sense_are_refused(pair, prompts):
+    bad = [("temperature", -1.0), ("temperature", 1e-40), ("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.5)]
+    bad += [("top_p", math.nan), ("top_k", -1), ("max_rows", 0)]
+    for name, value in bad:
+        with pytest.raises(ValueError, match=f"{name} .*{value}"), watch(pair, pytest.fail):
+            sample(pair, "A", prompts[:2], max_tokens=3, **{name: value})
+    with pytest.raises(ValueError, match="prompt 1 is empty"), watch(pair, pytest.fail):
+        sample(pair, "A", [prompts[0], [], prompts[1]], 2, max_tokens=3)
+
+
+@pytest.mark.parametrize("bad", [0, [1, 0], [1, 1, 1], []])
 def test_caps_that_make_no_sense_are_refused(pair, prompts, bad):
     with pytest.raises(ValueError, match=r"max_tokens must be at least 1, .* 2 rows"):
         sample(pair, "A", prompts[:2], max_tokens=bad)
@@ -383,6 +395,7 @@ def test_the_cache_is_gone_when_sample_returns(pair, prompts, monkeypatch):
 @pytest.mark.parametrize("alike", [False, True])
 def test_the_cache_stays_within_its_budget(many_stops, prompts, monkeypatch, budget, alike):
     monkeypatch.setattr(rollout, "SHARED_TOKENS", 10)
+    monkeypatch.setattr(rollout, "SAVED_TOKENS", 10)
     prompts = beginning_alike() if alike else prompts
     how = {"n": 3, "max_tokens": 10, "seed": 2}
     with cache_tokens(many_stops, monkeypatch) as seen:
@@ -394,12 +407,20 @@ def test_the_cache_stays_within_its_budget(many_stops, prompts, monkeypatch, bud
 
 def test_a_prompt_beyond_the_budget_is_refused_by_name(pair, prompts):
     """Before anything is computed."""
-    with (
-        watch(pair, pytest.fail),
-        pytest.raises(rollout.CacheTooSmall, match=r"^prompt 1 has 31 tokens: .* 8 .* 71 .* 70"),
-    ):
-        sample(pair, "A", prompts, 2, max_tokens=8, max_cache_tokens=70)
-    assert sample(pair, "A", prompts, 2, max_tokens=8, max_cache_tokens=71).completions
+    for cap, least in ((8, 71), (300, 336 + 31)):  # the cache of a row, in columns of eight, and of its prefill
+        with (
+            watch(pair, pytest.fail),
+            pytest.raises(rollout.CacheTooSmall, match=rf"^prompt 1 has 31 tokens: .* {cap} .* {least} .* {least - 1}"),
+        ):
+            sample(pair, "A", prompts, 2, max_tokens=cap, max_cache_tokens=least - 1)
+        assert sample(pair, "A", prompts, 2, max_tokens=cap, max_cache_tokens=least).completions
+
+
+def test_few_alike_are_not_worth_a_forward_of_their_own():
+    one, two = [5] * 80, [6] * 80
+    prompts = [(*one, i) for i in range(8)] + [(*two, i) for i in range(3)]
+    groups = rollout.prefill_groups(prompts, 4096, 99, False)
+    assert groups == [([(*two, i) for i in range(3)], 0), ([(*one, i) for i in range(8)], 80)]
 
 
 def test_a_kind_of_layer_that_is_not_known_is_refused(pair, prompts, monkeypatch):
@@ -472,6 +493,11 @@ def test_a_step_can_be_captured_and_replayed(pair, monkeypatch, family):
     fast = sample(other, "B", ragged, **how, max_rows=4)
     assert_same(fast, sample_naive(other, "B", ragged, **how), atol=1e-4)
     assert len({len(c) for c in fast.completions}) > 5 and len(replays) > 10
+    replays.clear()
+    how |= {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
+    fast = sample(other, "B", ragged, **how, max_rows=4)
+    assert_same(fast, sample_naive(other, "B", ragged, **how), atol=1e-4)
+    assert len(replays) > 10
 
 
 @pytest.mark.parametrize("every", [1, 3, 16, 100])
@@ -483,6 +509,16 @@ def test_rows_that_idle_until_the_next_look_do_no_harm(many_stops, prompts, monk
         Slots, "__init__", lambda slots, *args: (plain(slots, *args), setattr(slots, "every", every))[0]
     )
     assert_same(sample(many_stops, "A", prompts, **how, max_rows=5), wanted)
+
+
+def test_rows_that_idle_stay_inside_the_cache(pair, monkeypatch):
+    """Rows with a long prompt end just after a look, short ones go on; there are more places than columns."""
+    plain, pair = Slots.__init__, dataclasses.replace(pair, stop_ids=frozenset())
+    ragged, caps = [[3 + i] * (20 if i % 2 else 2) for i in range(40)], [4 if i % 2 else 22 for i in range(40)]
+    wanted = sample(pair, "A", ragged, max_tokens=caps)
+    monkeypatch.setattr(Slots, "__init__", lambda slots, *args: (plain(slots, *args), setattr(slots, "every", 16))[0])
+    got = sample(pair, "A", ragged, max_tokens=caps)
+    assert_same(got, wanted)
 
 
 def test_a_base_that_cannot_be_captured_decodes_without_and_says_so_once(pair, prompts, monkeypatch, capsys):
