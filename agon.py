@@ -119,7 +119,7 @@ class Config:
     inner_epochs: int = knob(1, "updates per batch of rollouts")
     grad_clip: float = knob(1.0, "largest gradient norm of one adapter")
     micro_tokens: int = knob(16384, "padded tokens per forward in the update, 0: what fits; no effect on the gradient")
-    rollout_rows: int = knob(256, "rows that decode at once, 0: what fits; no effect on the samples")
+    rollout_rows: int = knob(256, "rows that decode at once, 0: what fits; but for rounding no effect on the samples")
     memory: float = knob(0.0, "GiB of the device that the run may fill (0: what it has free)")
     prompt_tokens: int = knob(
         768, "longest prompt planned for, a challenge's summary included; a longer one costs rows"

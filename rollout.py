@@ -1,6 +1,6 @@
 """Prompts, the exchange (a draft's summary with its answer withheld), and the batched KV-cache sampler.
 
-Read `sample_naive` first: ten lines, no cache, no batch, and exactly what `sample` computes faster.
+Read `sample_naive` first: ten lines, no cache, no batch, and what `sample` computes faster.
 The shape alphabet stands at the head of model.py.
 """
 
@@ -543,8 +543,8 @@ def choose(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p:
     """Pick one token per row. logits (B, V), noise (B,) in [0, 1) -> (token ids (B,), their log-probs (B,) float32).
 
     Inverse-CDF sampling: with the noise given, the choice is a plain function of the logits. temperature 0 is greedy.
-    top_k 0 and top_p 1 are off; top-k goes first, and top-p counts what it left. The log-prob is that of the tempered
-    softmax before either cuts its tail; it is not finite where the row's logits are not.
+    top_k 0 and top_p 1 are off; top-k goes first, and top-p > 0 counts what it left. The log-prob is that of the
+    tempered softmax (greedy: of temperature 1) before either cuts its tail; not finite where the row's logits are not.
     """
     device = logits.device
     if device.type == "mps":  # Apple's GPU has no float64
@@ -572,7 +572,8 @@ def choose(logits: torch.Tensor, noise: torch.Tensor, temperature: float, top_p:
 
 @torch.no_grad()
 def sample_naive(pair: Pair, adapter, prompts, n=1, *, max_tokens: int, temperature=1.0, top_p=1.0, top_k=0, seed=0):
-    """The oracle: one row at a time, a full forward per token, no cache. What it returns is what `sample` returns."""
+    """The oracle: one row at a time, a full forward per token, no cache. `sample` returns the same, but for rounding.
+    (activate: the causal LM with that adapter switched on, for inference; stop_ids: what ends a turn.)"""
     model, stops, seen, rows = pair.activate(adapter), pair.of(adapter).stop_ids, Counter(), []
     for prompt in [p for p in prompts for _ in range(n)]:
         noise, ids, logprobs = row_noise(prompt, seen[tuple(prompt)], max_tokens, seed), list(prompt), []
@@ -600,11 +601,13 @@ def sample(
     max_rows: int = 256,
     max_cache_tokens: int | None = None,
 ) -> Rollouts:
-    """n completions of every prompt by one adapter, batched, with a KV cache. Same result as `sample_naive`.
+    """n completions of every prompt by one adapter, batched, with a KV cache. The result of `sample_naive`, whatever
+    the batch, but for rounding: in fp32 the same tokens, while in bf16 near ties part rows after some tokens.
 
     max_tokens caps every completion (or each its own: one number per row, prompt-major). At most `max_rows` rows decode
-    at once, and no more than `max_cache_tokens` tokens of keys and values exist at any time (but for a passing copy of
-    one layer's). A row that ends leaves its place to one that waits. Raises CacheTooSmall for a prompt that the cache
+    at once, and no more than `max_cache_tokens` tokens of keys and values exist at any time (None: what `max_rows` and
+    one prefill take; not counted: a passing copy of one layer's, and recurrent states, whose size no length changes).
+    A row that ends leaves its place to one that waits. Raises CacheTooSmall for a prompt that the cache
     has no room for, ValueError for settings that make no sense and for a family whose cache is of a kind not known
     here, FloatingPointError, with row and token, where logits are not finite.
     """
@@ -647,7 +650,8 @@ def sample(
                 group, shared = groups.popleft()
                 if begun != group[0][:shared]:
                     start = None  # the old one goes before the new one comes
-                    begun, start = group[0][:shared], begin(model, group[0][:shared])
+                    begun = group[0][:shared]
+                    start = prefill(model, [begun])[0] if shared else None
                 lines, logits = prefill(model, group, shared, start)  # logits (b, V)
                 ready.extend((r, line) for line, prompt in enumerate(group) for r in rows_of[prompt])
             taken = [ready.popleft() for _ in range(min(len(ready), places - len(slots.rows)))]
@@ -677,7 +681,7 @@ def divide_cache(
     needs = [cache_columns(len(p) + cap) for p, cap in zip(prompts, caps, strict=True)]
     columns, places, prefill_room = max(needs), min(max_rows, len(prompts)), PREFILL_TOKENS
     if max_cache_tokens is not None:
-        spare = min(max_cache_tokens // 4, max_cache_tokens - columns)
+        spare = min(max_cache_tokens // 4, max_cache_tokens - columns)  # the rest is for places
         prefill_room = max(min(PREFILL_TOKENS, spare), max(map(len, prompts)))
         places = min(places, (max_cache_tokens - prefill_room) // columns)
         if places < 1:
@@ -693,7 +697,7 @@ def divide_cache(
 PREFILL_TOKENS = 4096  # in one prefill, pads included: enough to keep a GPU busy, little beside the cache
 SHARED_TOKENS = 64  # a common beginning as long as this may be computed once,
 SAVED_TOKENS = 512  # if that saves so many: it costs a forward of its own
-KNOWN_LAYERS = {
+KNOWN_LAYERS = {  # by their names in a config, and as classes of cache (a dummy: a layer that reads another's cache)
     "full_attention", "sliding_attention", "linear_attention",
     "DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer",
 }  # fmt: skip
@@ -713,12 +717,24 @@ def prefill_groups(prompts: list[tuple[int, ...]], room: int, places: int, equal
     equal: all have one length.
     """
     families: list[list[tuple[int, ...]]] = []
-    alone, alike = [], []
+    alone, alike, common = [], [], 0  # common: what all of the last family begin with; 0 for one prompt
     for prompt in sorted(prompts):  # in this order, those that begin alike are neighbours
-        if families and common_tokens(families[-1][0], prompt) >= SHARED_TOKENS:
-            families[-1].append(prompt)
+        last = families[-1] if families else []
+        own = common_tokens(last[-1], prompt) if last else 0
+        own *= own >= SHARED_TOKENS
+        all_of_it = min(common, own) if len(last) > 1 else own
+        # What is saved if the prompt joins the family, if it opens the next one, or if it takes the last one with it:
+        # all prompts share a template, those of one problem much more.
+        join, leave, take = all_of_it * len(last), common * (len(last) - 1), common * (len(last) - 2) + own
+        if join > leave and join >= take:
+            last.append(prompt)
+            common = all_of_it
+        elif take > leave:
+            families.append([last.pop(), prompt])
+            common = own
         else:
             families.append([prompt])
+            common = 0
     for family in families:  # first and last are the least alike; of each, one token is left for its logits
         shared = min(common_tokens(family[0], family[-1]), min(map(len, family)) - 1)
         fits = shared + max(map(len, family)) <= room  # the beginning has a line of its own
@@ -738,15 +754,6 @@ def prefill_groups(prompts: list[tuple[int, ...]], room: int, places: int, equal
         if group:
             groups.append((group, shared))
     return groups
-
-
-def begin(model, ids: Sequence[int]) -> DynamicCache | None:
-    """The cache of a beginning, one line; None where there is none."""
-    if not ids:
-        return None
-    decoder, cache = model.get_decoder(), prefill_cache(model)
-    decoder(input_ids=torch.tensor([ids], device=model.device), use_cache=True, **{cache_argument(decoder): cache})
-    return cache
 
 
 def prefill_cache(model) -> DynamicCache:
@@ -805,14 +812,15 @@ class SlotLayer(DynamicLayer):
         self.looks = looks  # what Slots.step says; a reference to Slots would be a cycle, which only gc could free
 
     def fill(self, at: slice, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Take over b rows from a prefill: keys, values (b, heads, P, head size), pads behind `lengths` (b,)."""
+        """Seat b rows from a prefill: keys, values (b, heads, P, head size), pads behind `lengths` (b,)."""
         if not self.is_initialized:  # zeros: a masked value counts 0 times, and 0 times NaN would be NaN
             size = [(self.places, x.shape[1], self.columns, x.shape[3]) for x in (keys, values)]
             self.keys, self.values = keys.new_zeros(size[0]), values.new_zeros(size[1])  # (B, heads, W, head size)
             self.is_initialized = True
         if keys.shape[2] > self.columns:  # each column takes its newest token
-            last, column = lengths[:, None] - 1, torch.arange(self.columns, device=keys.device)  # (b, 1), (W,)
-            newest = last - (last - column) % self.columns  # (b, W); negative: none yet, to be masked
+            last, column = lengths[:, None] - 1, torch.arange(self.columns, device=keys.device)  # (b, 1), (W,) columns
+            # the last token t with t mod W = column, (b, W); negative: none yet, to be masked
+            newest = last - (last - column) % self.columns
             newest = newest.clamp(min=0)[:, None, :, None]  # (b, 1, W, 1)
             keys, values = (torch.take_along_dim(x, newest, dim=2) for x in (keys, values))  # (b, heads, W, head size)
         self.keys[at, :, : keys.shape[2]], self.values[at, :, : keys.shape[2]] = keys, values
@@ -826,11 +834,12 @@ class SlotLayer(DynamicLayer):
 
 class Slots:
     """Places for the rows that decode together. Those taken are the first ones: when a row ends, the last one moves
-    into the gap, so that a step computes for no empty place.
+    into the gap, so that a step computes for no empty place (but for those that make a graph's shape up).
 
-    All that a step reads or writes is a tensor with one line per place: it needs nothing from the host, and on CUDA it
-    can be captured as a graph. Who ended is looked up by `harvest`, there every 16 steps only, for each look waits for
-    the GPU; until then such a row idles: it writes one column after its end, again and again, and nobody reads it.
+    All that a step reads or writes is a tensor with one line per place: on CUDA it needs nothing from the host, and can
+    be captured as a graph. Who ended is looked up by `harvest`, on CUDA after every 16 steps and every refill only, for
+    each look waits for the GPU; until then such a row idles: it writes one column after its end, again and again, and
+    nobody reads it.
     """
 
     def __init__(self, model, places: int, capacity: int, cap: int, stops, how: tuple[float, float, int]):
@@ -842,7 +851,7 @@ class Slots:
         self.capacity = capacity  # columns
         self.rows: list[int] = []  # rows[i] decodes in place i
         self.width = self.left = 0  # columns that the longest row needs next; tokens that any row may still write
-        self.every = 1 if device.type == "cpu" else 16  # steps from one harvest to the next
+        self.every = 16 if device.type == "cuda" else 1  # steps from one harvest to the next
         self.stops = torch.tensor(sorted(stops), dtype=torch.long, device=device)  # (S,) S stop ids
         self.arange = torch.arange(max(capacity, places), device=device)
 
@@ -891,7 +900,7 @@ class Slots:
             for kind in ("conv_states", "recurrent_states") if isinstance(own, LinearAttentionLayer) else ():
                 for j, state in getattr(new, kind).items():  # (b, ...)
                     if (i, kind, j) not in self.recurrent:
-                        # transformers' own notes on such a layer ("there is a state"), which a prefill fills in
+                        # also transformers' flags that there is a state: else it would take a step for a prefill
                         vars(own).update({key: copy.copy(value) for key, value in vars(new).items()})
                         self.recurrent[i, kind, j] = state.new_zeros(self.places, *state.shape[1:])  # (B, ...)
                     self.recurrent[i, kind, j][at] = state[line]
@@ -926,9 +935,9 @@ class Slots:
             masks[window] = seen[:, None, None]  # (b, 1, 1, T)
         for (i, kind, j), state in self.recurrent.items():
             getattr(self.cache.layers[i], kind)[j] = state[:rows]  # a view: the model updates it in place
-        if len(masks) + bool(self.recurrent) == 1:
+        if len(masks) + bool(self.recurrent) == 1:  # a decoder with layers of one kind takes its mask as it is
             (mask,) = masks.values()
-        else:
+        else:  # one of several kinds a mask for each
             mask = {"full_attention": masks.get(None), "linear_attention": None}
             mask["sliding_attention"] = next((m for window, m in masks.items() if window), None)
         hidden = self.decoder(
@@ -953,20 +962,24 @@ class Slots:
                 self.graphs[shape]()
             else:
                 self.step(*shape)
-            self.width = min(self.width + 1, self.capacity)  # a row that idles needs no more
+            self.width = min(self.width + 1, self.capacity)  # no row that lives needs more
 
     def capture(self, rows: int, width: int) -> bool:
-        """Record the kernels that a step launches, to launch them later all at once: Python is slower than a GPU."""
+        """Record the kernels that a step launches, to launch them later all at once: Python is slower than a GPU.
+
+        Recording runs nothing, so the first replay is the step that was recorded. Graphs go with their buffers: another
+        call of `sample` captures its own. False: not possible with this base.
+        """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=self.pool):
                 self.step(rows, width)
         except RuntimeError as error:  # the family waits for the GPU somewhere
             torch.cuda.set_stream(stream)  # torch.cuda.graph fails at its own end, before it would do that
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            NO_GRAPHS.add(type(self.decoder))  # once is enough: each try costs a step, and clears PyTorch's cache
             why = error.__context__ or error  # the end of a failed capture fails in turn, and says less
+            if isinstance(why, torch.OutOfMemoryError):
+                raise why from None
+            NO_GRAPHS.add(type(self.decoder))  # once is enough: each try costs a step, and clears PyTorch's cache
             say(f"decoding without CUDA graphs, this base cannot be captured: {first_line(why)}")
             return False
         say("decoding with CUDA graphs")
@@ -1015,8 +1028,8 @@ def cache_budget(rows: int, prompt_tokens: int, max_tokens: int) -> int:
 
 
 def rehearse(model, rows: int, prompt: int, completion: int, temperature: float, top_p: float) -> list[torch.Tensor]:
-    """What `sample` makes of tensors at its fullest, for model.estimate on the "meta" device: `rows` rows are seated, a
-    prefill waits for places, another is made, and the last token is decoded. Returns the cache."""
+    """What `sample` makes of tensors at its fullest, for model.estimate on the "meta" device: `rows` rows are seated,
+    the next prefill is made, and waits while the last token is decoded. Returns the cache."""
     slots = Slots(model, rows, cache_columns(prompt + completion), completion, (), (temperature, top_p, 0))
     group = [[0] * prompt] * max(1, min(rows, PREFILL_TOKENS // prompt))
     lines, logits = prefill(model, group)

@@ -423,6 +423,17 @@ def test_few_alike_are_not_worth_a_forward_of_their_own():
     assert groups == [([(*two, i) for i in range(3)], 0), ([(*one, i) for i in range(8)], 80)]
 
 
+@pytest.mark.parametrize("stray", [(), (0,), (3,), (5,), (99,)])
+def test_prompts_with_one_template_still_share_their_problem(stray):
+    """A long template is common to all; a problem's challenges have more in common; a stray has the template alone."""
+    template, problems = [7] * 70, [[10 + k] * 300 for k in range(4)]
+    prompts = [(*template, *problem, i) for problem in problems for i in range(8)]
+    prompts += [(*template, 10, i) for i in stray]
+    groups = rollout.prefill_groups(prompts, 4096, 99, False)
+    assert sorted(p for group, _ in groups for p in group) == sorted(prompts)
+    assert [(len(group), shared) for group, shared in groups if shared] == [(8, 370)] * 4
+
+
 def test_a_kind_of_layer_that_is_not_known_is_refused(pair, prompts, monkeypatch):
     monkeypatch.setattr(rollout, "KNOWN_LAYERS", rollout.KNOWN_LAYERS - {"full_attention"})
     with pytest.raises(ValueError, match="full_attention"):
@@ -521,7 +532,9 @@ def test_rows_that_idle_stay_inside_the_cache(pair, monkeypatch):
     assert_same(got, wanted)
 
 
-def test_a_base_that_cannot_be_captured_decodes_without_and_says_so_once(pair, prompts, monkeypatch, capsys):
+@pytest.mark.parametrize("why", [RuntimeError("the stream is capturing\nmore"), torch.OutOfMemoryError("no room")])
+def test_a_base_that_cannot_be_captured_decodes_without_and_says_so_once(pair, prompts, monkeypatch, capsys, why):
+    """But memory that ran out says nothing about the base."""
     plain, pair = Slots.__init__, dataclasses.replace(pair, stop_ids=frozenset())
     how = {"n": 2, "max_tokens": 30}
     wanted = sample(pair, "A", prompts, **how)
@@ -530,8 +543,11 @@ def test_a_base_that_cannot_be_captured_decodes_without_and_says_so_once(pair, p
         def __init__(self, *args, **kwargs):
             pass
 
-        def __enter__(self):
-            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        def __enter__(self):  # as torch.cuda.graph: what was raised inside is the context of what its end raises
+            try:
+                raise why
+            finally:
+                raise RuntimeError("the capture was invalidated")
 
         def __exit__(self, *args):
             raise AssertionError
@@ -545,10 +561,15 @@ def test_a_base_that_cannot_be_captured_decodes_without_and_says_so_once(pair, p
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(rollout, "NO_GRAPHS", set())
     rollout.say.cache_clear()
+    if isinstance(why, torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            sample(pair, "A", prompts, **how)
+        assert not rollout.NO_GRAPHS and capsys.readouterr().err == ""
+        return
     for _ in range(2):
         assert_same(sample(pair, "A", prompts, **how), wanted)
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and "without CUDA graphs" in said[0] and said[0].endswith("when stream is capturing")
+    assert len(said) == 1 and "without CUDA graphs" in said[0] and said[0].endswith("the stream is capturing")
 
 
 # ---------------------------------------------------------------------------------------------------------------
