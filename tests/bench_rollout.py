@@ -8,7 +8,7 @@ Runs are paired, and who goes first alternates; a ratio is the median over the p
   challenges  16 long prompts of each problem, which begin alike, as those of challenges do
   step        agon_step, 4 problems x 2N rollouts and both updates; TRL's GRPOTrainer makes as many, in groups of 2N
 TRL: pip install --no-deps --target /tmp/trl trl==1.16.0, then PYTHONPATH=/tmp/trl; "step" is skipped without it.
-Run:  python tests/bench_rollout.py [--json FILE]      20 minutes on 2 cores; with --problems 8 three quarters of an hour
+Run:  python tests/bench_rollout.py [--json FILE]      20 minutes on 2 cores, 45 with --problems 8
       python tests/bench_rollout.py --quick            in a minute, a rehearsal: its numbers mean nothing
       python tests/bench_rollout.py --device cuda      Qwen3-0.6B's shape in NF4, and its share of the bandwidth
 """
