@@ -34,7 +34,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -43,10 +43,11 @@ from tqdm import tqdm
 
 import reward
 from cascade import (
+    METHODS,
     OneLineParser,
     Stage,
-    bonus_of,
     cascade,
+    challenge_rewards,
     complain,
     draft_stage,
     eval_sampling,
@@ -55,9 +56,10 @@ from cascade import (
     exchange_records,
     format_exchange,
     format_table,
+    habit_advantages,
     load_split,
-    policies_of,
     rate,
+    reward_terms,
     run_main,
     telling_exchanges,
 )
@@ -75,7 +77,7 @@ from model import (
     peak_memory,
     token_logprobs,
 )
-from reward import EVENTS, Problem, challenge_reward, draft_reward
+from reward import EVENTS, Problem, draft_reward
 from rollout import CacheTooSmall, Rollouts, cache_budget, divide_cache, draft_prompt, rehearse
 
 
@@ -87,7 +89,7 @@ def knob(default, text: str):
 class Config:
     """Every setting of a run; each is also a flag. Defaults are those of the embedded tiny pair; PRESETS fit cards."""
 
-    method: str = knob("agon", "agon | coop (no bonus) | grpo (one policy, 2N drafts per problem)")
+    method: str = knob("agon", "; ".join(f"{name}: {method.about}" for name, method in METHODS.items()))
     preset: str = knob("", "8gb | 12gb | 24gb: a real model, sized for such a card; flags beside it win")
     base: str = knob("tiny", "base model: 'tiny' (embedded), a local folder or a hub id")
     model_b: str = knob("", "a second base for policy B, taking turns on the card (default: both on one base)")
@@ -110,6 +112,7 @@ class Config:
     eval_temperature: float = knob(0.6, "sampling temperature in evaluation")
     eval_top_p: float = knob(1.0, "nucleus sampling in evaluation")
     format_weight: float = knob(0.5, "lambda: weight of the format score phi in both rewards")
+    length_tiebreak: float = knob(0.0, "lambda': extra for a right challenge shorter than the right draft that it read")
     scale_std: bool = knob(True, "divide advantages by the group's standard deviation")
     lr: float = knob(1e-3, "peak learning rate of both adapters (about 10x what full fine-tuning takes)")
     warmup: float = knob(0.05, "fraction of the steps in which the learning rate climbs")
@@ -136,10 +139,16 @@ class Config:
     def check(self) -> None:
         """Raise ValueError with one line (what, why, the mend) before anything is loaded."""
         counts = ("steps", "problems_per_step", "max_tokens", "prompt_tokens", "inner_epochs")
+        trained = len(METHODS[self.method].policies) if self.method in METHODS else 0
         rules = [
-            (("method",), lambda v: v in ("agon", "coop", "grpo"), "choose agon, coop or grpo"),
+            (
+                ("method",),
+                lambda v: v not in ("two-pass", "drafter-alone"),
+                "a row of each run's table; train grpo, agon",
+            ),
+            (("method",), lambda v: v in METHODS, f"choose one of {', '.join(METHODS)}"),
             (("group_size",), lambda v: v >= 2, "a group needs at least 2 rows to compare"),
-            (("model_b",), lambda v: not v or self.method != "grpo", "--method grpo trains one policy; leave it out"),
+            (("model_b",), lambda v: not v or trained != 1, f"--method {self.method} trains one policy; leave it out"),
             (("preset",), lambda v: not v or v in PRESETS, f"choose one of {', '.join(PRESETS)}"),
             (("device",), lambda v: re.fullmatch(r"(cuda(:\d+)?|mps|cpu)?", v), "choose cuda, cuda:N, mps or cpu"),
             (counts, lambda v: v >= 1, "must be at least 1"),
@@ -150,7 +159,7 @@ class Config:
             (("temperature",), lambda v: 1e-3 <= v < math.inf, "must be at least 0.001"),
             (("eval_temperature",), lambda v: v == 0 or 1e-3 <= v < math.inf, "must be 0 (greedy) or at least 0.001"),
             (("train_problems", "eval_problems"), lambda v: v >= 0, "must be 0 (the task's own number) or more"),
-            (("format_weight", "b_init_std"), lambda v: 0 <= v < math.inf, "must be 0 or more"),
+            (("format_weight", "length_tiebreak", "b_init_std"), lambda v: 0 <= v < math.inf, "must be 0 or more"),
             (("seed",), lambda v: 0 <= v < 2**32, "must be 0 or more, below 2**32"),
             (("decay_from", "lr_end"), lambda v: 0 <= v <= 1, "must lie in 0..1"),
             (("warmup",), lambda v: 0 <= v <= self.decay_from, "must lie in 0..1 and end before --decay-from"),
@@ -305,10 +314,11 @@ def agon_step(
     Raises FloatingPointError where logits or a gradient are not finite, and what `until_it_fits` cannot mend.
     """
     started, events, lam = time.perf_counter(), EVENTS.copy(), config.format_weight
-    # 1. Roles: A drafts at even steps, B at odd ones. Under grpo there is one policy, and nobody to challenge it.
-    drafter, challenger = ("A", "B") if step % 2 == 0 else ("B", "A")
-    if config.method == "grpo":
-        drafter, challenger = "A", None
+    # 1. Roles: A drafts at even steps, B at odd ones. With one policy it is both; under grpo nobody challenges it.
+    method = METHODS[config.method]
+    drafter, challenger = method.policies[0], method.policies[-1] if method.reads else None
+    if method.alternate and method.reads and step % 2:
+        drafter, challenger = challenger, drafter
 
     def roll_out() -> tuple[Stage, Stage | None]:
         sampling = dict(
@@ -322,7 +332,7 @@ def agon_step(
         if challenger is None:  # the same 2N rollouts per problem, without an exchange
             return draft_stage(pair, drafter, problems, 2 * config.group_size, **sampling), None
         # 2. N drafts of every problem.  3. ONE challenge for every draft, reading its summary.
-        return cascade(pair, problems, drafter, challenger, config.group_size, **sampling)
+        return cascade(pair, problems, drafter, challenger, config.group_size, method.shared, **sampling)
 
     drafts, challenges = until_it_fits(roll_out, config, "rollout_rows", 1)
     sampled = time.perf_counter()
@@ -330,16 +340,14 @@ def agon_step(
     rewards = [draft_reward(c_a, phi, lam) for c_a, phi in zip(drafts.correct, drafts.phi, strict=True)]
     streams = [("draft", drafts, rewards)]
     if challenges:
-        rows = zip(challenges.correct, drafts.correct, challenges.phi, strict=True)  # c(b), c(a), phi(b)
-        rewards = [challenge_reward(c_b, c_a, phi, lam, bonus_of(vars(config))) for c_b, c_a, phi in rows]
-        streams.append(("challenge", challenges, rewards))
+        streams.append(("challenge", challenges, challenge_rewards(drafts, challenges, **reward_terms(vars(config)))))
 
     metrics: dict = {"step": step, "drafter": drafter, "challenger": challenger}
+    learned: dict[str, list] = {}  # by adapter, what it learns from in this step: one stream, or both where it is alone
     for name, stage, rewards in streams:
         # 4. Advantages, within the rows of one problem, in each stream by itself.
         advantages, kept = group_advantages(rewards, stage.group, config.scale_std)
-        # 5. One GRPO update of the policy that sampled this stream.
-        update = update_policy(pair, stage.adapter, optimizers[stage.adapter], stage.rollouts, advantages, kept, config)
+        learned.setdefault(stage.adapter, []).append((name, stage.rollouts, advantages, kept))
         outcomes = [r - lam * phi for r, phi in zip(rewards, stage.phi, strict=True)]
         by_outcome = group_advantages(outcomes, stage.group)[1]  # (B,) signal without the format
         completions = stage.rollouts.completions
@@ -351,9 +359,17 @@ def agon_step(
             "format_only_groups": (kept & ~by_outcome).float().mean().item(),  # a signal from the format alone
             "mean_tokens": sum(map(len, completions)) / len(completions),
             "truncated": 1 - sum(stage.rollouts.finished) / len(completions),
-            **update,
         }
-    metrics["rates"] = exchange_rates(drafts, challenges) if challenges else None
+    metrics["habits"] = habit_advantages(problems, drafts, challenges, advantages.tolist()) if challenges else None
+    # 5. One GRPO update of each policy, on the rows that it sampled.
+    for adapter, parts in learned.items():
+        names, rollouts, advantages, kept = zip(*parts, strict=True)
+        rows = Rollouts(*([row for part in rollouts for row in getattr(part, f.name)] for f in fields(Rollouts)))
+        update = update_policy(pair, adapter, optimizers[adapter], rows, torch.cat(advantages), torch.cat(kept), config)
+        for name in names:
+            metrics[name].update(update)
+    metrics["rates"] = exchange_rates(drafts, challenges, problems[0].kind) if challenges else None
+    metrics["rollouts"] = sum(len(stage.texts) for _, stage, _ in streams)
     metrics["grader_events"] = dict(EVENTS - events)  # timeouts, memory, errors: counted as wrong
     sampled_tokens = sum(len(c) for _, stage, _ in streams for c in stage.rollouts.completions)
     metrics["seconds_sampling"], metrics["seconds_update"] = sampled - started, time.perf_counter() - sampled
@@ -397,7 +413,7 @@ def train(
     # One optimizer per adapter: a shared AdamW would move the resting policy by its momentum.
     optimizers = {
         name: torch.optim.AdamW(pair.of(name).parameters[name].values(), lr=config.lr, weight_decay=0.0)
-        for name in policies_of(vars(config))
+        for name in METHODS[config.method].policies
     }
     stream = problem_stream(problems, config.seed)
     history: list[dict] = []
@@ -409,7 +425,7 @@ def train(
     ):
         started = time.perf_counter()
         try:
-            for step in range(config.steps):
+            for step in range(config.steps if optimizers else 0):  # zero-shot and moa train nothing
                 lr = learning_rate(step, config)
                 for group in [g for optimizer in optimizers.values() for g in optimizer.param_groups]:
                     group["lr"] = lr
@@ -419,7 +435,7 @@ def train(
                 history.append({**metrics, "lr": lr, "peak_memory": peak and peak - before})
                 print(json.dumps(history[-1]), file=metrics_file, flush=True)
                 if challenges:
-                    records = exchange_records(batch, drafts, challenges, config.format_weight, bonus_of(vars(config)))
+                    records = exchange_records(batch, drafts, challenges, **reward_terms(vars(config)))
                     print(json.dumps({"step": step, **records[0]}), file=samples_file, flush=True)
                 bar.set_postfix_str(progress_line(history[-10:]), refresh=False)
                 bar.update()
@@ -505,7 +521,9 @@ def plan(config: Config) -> Memory:
             rows -= 1 + rows // 16
         return rows
 
-    stage = config.problems_per_step * config.group_size * (2 if config.method == "grpo" else 1)  # rows of a stream
+    stage = (
+        config.problems_per_step * config.group_size * (1 if METHODS[config.method].reads else 2)
+    )  # rows of a stream
     rows = config.rollout_rows or most(lambda n: memory(n, 1).total, min(stage, 1024))
     micro_rows = max(1, config.micro_tokens // width)
     if not config.micro_tokens:
@@ -612,17 +630,19 @@ def draw_curves(history: list[dict], path: Path, title: str) -> None:
 def write_report(config: Config, folder: Path, result: dict, exchanges: list[dict]) -> None:
     """report.md: the settings, the table, the curves and a few exchanges, to be read by itself."""
     changed = []
-    for f in dataclasses.fields(Config):
+    for f in fields(Config):
         flag, value = f.name.replace("_", "-"), getattr(config, f.name)
         if value != f.default and f.name != "device" and (f.default is not None or value):
             changed.append(
                 f"`--{'no-' * (value is False)}{flag}`" if isinstance(value, bool) else f"`--{flag} {value}`"
             )
+    policies = METHODS[config.method].policies
     shown = "\n\n".join(f"```\n{format_exchange(record)}\n```" for record in exchanges)
     (folder / "report.md").write_text(
         f"# {config.method} on {config.base}, seed {config.seed}\n\n"
         f"Settings that differ from the defaults: {', '.join(changed) or 'none'}; all of them are in config.json.\n\n"
-        f"{format_table(result)}\n\n![curves](curves.png)\n\n## Exchanges on test problems\n\n{shown}\n",
+        f"{format_table(result)}\n\n{'![curves](curves.png)' * bool(policies)}\n\n"
+        f"## Exchanges on test problems\n\n{shown}\n",
         encoding="utf-8",
     )
 
@@ -634,7 +654,7 @@ def write_report(config: Config, folder: Path, result: dict, exchanges: list[dic
 def parse_config(argv: list[str] | None) -> Config:
     """One flag per field of Config, its help and default taken from there. A preset changes the defaults."""
     parser = OneLineParser(prog="agon.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for f in dataclasses.fields(Config):
+    for f in fields(Config):
         flag, text = f"--{f.name.replace('_', '-')}", f"{f.metadata['help']} [{f.default}]"
         if isinstance(f.default, bool) or f.default is None:
             flags = [flag, "--4bit"] if f.name == "four_bit" else [flag]
@@ -707,28 +727,30 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return complain("agon.py", error)
 
-    policies = policies_of(vars(config))
+    policies = METHODS[config.method].policies
     size = sum(p.numel() for name, p in pair.model.named_parameters() if "lora_" not in name)  # 4-bit: two in a byte
     bases = f"one frozen base ({config.base}, {'4-bit NF4' if config.four_bit else f'{size:,} parameters'}"
     if config.model_b:
         bases = f"two frozen bases ({config.base} and {config.model_b}{', 4-bit NF4' * config.four_bit}"
     print(
-        f"Agon, method {config.method}: LoRA policies {' and '.join(policies)} on {bases}, {config.device})\n"
-        f"{config.steps} steps, each {config.problems_per_step} problems x {2 * config.group_size} rollouts, on "
-        f"{len(train_set)} training problems like {train_set[0].question!r}; "
+        f"Agon, method {config.method}: {'LoRA policies ' + ' and '.join(policies) + ' on ' if policies else ''}"
+        f"{bases}, {config.device})\n"
+        f"{config.steps if policies else 0} steps, each {config.problems_per_step} problems x "
+        f"{2 * config.group_size} rollouts, on {len(train_set)} training problems like {train_set[0].question!r}; "
         f"then the table on {len(test)} test problems.\n"
         f"Run folder: {folder}",
         flush=True,
     )
     try:
         history = train(config, folder, pair, train_set, before, planned)
-        draw_curves(history, folder / "curves.png", config.method)
+        if history:
+            draw_curves(history, folder / "curves.png", config.method)
         print(f"evaluating on {len(test)} test problems ...", flush=True)
         result = until_it_fits(
             lambda: evaluate(pair, test, validation, policies, **eval_sampling(vars(config))), config, "rollout_rows", 1
         )
         write_config(config, folder)  # with the budgets that the device really has room for
-        picked = result["direction"].split(">")
+        picked = result["direction"].split(">") if policies else (None, None)
         drafts, challenges = cascade(pair, test[:100], *picked, **eval_sampling(vars(config)))  # as in the table, again
     except KeyboardInterrupt:
         print(f"\ninterrupted; the adapters are saved. Evaluate them: python cascade.py eval --run {folder}")
@@ -742,13 +764,13 @@ def main(argv: list[str] | None = None) -> int:
         return complain("agon.py", ValueError(f"{config.device} is out of memory, with nothing left to halve: {mend}"))
 
     (folder / "results.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    records = exchange_records(test, drafts, challenges, config.format_weight, bonus_of(vars(config)))
+    records = exchange_records(test, drafts, challenges, **reward_terms(vars(config)))
     exchanges = telling_exchanges(records)
     write_report(config, folder, result, exchanges)
     print("\n" + format_table(result) + "\n")
     for record in exchanges:
         print(format_exchange(record, sys.stdout.isatty()) + "\n")
-    if planned and history[-1]["peak_memory"] is not None:
+    if planned and history and history[-1]["peak_memory"] is not None:
         peak = max(m["peak_memory"] for m in history)
         print(f"memory: {planned.total / GIB:.2f} GiB were planned, {peak / GIB:.2f} GiB were the measured peak")
     print(f"curves, report, metrics and adapters: {folder}")

@@ -111,13 +111,24 @@ def draft_reward(correct: bool, phi: float, lam: float = 0.5) -> float:
     return 2.0 * correct + lam * phi
 
 
-def challenge_reward(correct: bool, rival_correct: bool, phi: float, lam: float = 0.5, bonus: float = 1.0) -> float:
-    """R(b) = 2 c(b) + bonus c(b) (1 - c(a)) + lam phi(b). bonus = 1 is Agon, bonus = 0 the cooperative exchange.
+def challenge_reward(
+    correct: bool,
+    rival_correct: bool,
+    phi: float,
+    lam: float = 0.5,
+    bonus: float = 1.0,
+    margin: float = 0.0,
+    tiebreak: float = 0.0,
+    shorter: bool = False,
+) -> float:
+    """R(b) = 2 c(b) + bonus c(b) (1 - c(a)) - margin c(a) + tiebreak c(b) c(a) [b is shorter] + lam phi(b).
 
-    The middle term is the conversion bonus: solving where the rival failed is worth 3, elsewhere 2. Copying is right
-    exactly when the rival was, so it can never collect the bonus.
+    bonus = 1, margin = 0 is Agon: solving where the rival failed is worth 3, elsewhere 2. Copying is right exactly when
+    the rival was, so it can never collect the bonus. bonus = 0, margin = 0 is the cooperative exchange; bonus = 0,
+    margin = 2 pays 2 (c(b) - c(a)). tiebreak, with `shorter` for len(b) < len(a) in tokens, is the auxiliary study's.
     """
-    return 2.0 * correct + bonus * correct * (not rival_correct) + lam * phi
+    conversion, both = correct and not rival_correct, correct and rival_correct
+    return 2.0 * correct + bonus * conversion - margin * rival_correct + tiebreak * (both and shorter) + lam * phi
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -40,10 +41,11 @@ from agon import (
     train,
     update_policy,
 )
-from cascade import Stage, cascade
+from cascade import METHODS, Stage, cascade
+from cascade import main as cascade_main
 from model import ADAPTERS, EMBEDDED, load_pair, token_logprobs
 from reward import Problem, challenge_reward, load_problems
-from rollout import Rollouts, draft_prompt, sample
+from rollout import Rollouts, draft_prompt, sample, summarize
 
 PROBLEMS = load_problems("congruence", "train", 8)
 SMALL = Config(problems_per_step=6, group_size=6, lr=1e-2, b_init_std=0.1)  # b_init_std: two clearly different policies
@@ -528,8 +530,8 @@ def test_roles_alternate_and_each_stream_goes_to_the_policy_that_sampled_it(pair
         seen.append((metrics["drafter"], metrics["challenger"]))
         assert (drafts.adapter, challenges.adapter) == seen[-1]
         draft_update, challenge_update = updates[-2:]
-        assert draft_update.rollouts is drafts.rollouts
-        assert challenge_update.rollouts is challenges.rollouts
+        assert draft_update.rollouts == drafts.rollouts
+        assert challenge_update.rollouts == challenges.rollouts
         assert (draft_update.adapter, challenge_update.adapter) == seen[-1], "a policy was trained on its rival's rows"
         assert draft_update.optimizer is optimizers[drafts.adapter]
         assert challenge_update.optimizer is optimizers[challenges.adapter]
@@ -594,19 +596,114 @@ def test_the_challenges_of_a_problem_are_one_group_although_their_prompts_differ
 def made_up_step(monkeypatch, pair, config, step=0):
     """agon_step on two problems whose outcomes are given: rivals differ in the first, all are wrong in the second."""
     drafts = made_up_stage("A", [0, 1, 0, 1, 0, 0, 0, 0], [0] * 4 + [1] * 4, [1, 1, 0, 1, 1, 1, 1, 0])
+    drafts.rollouts.completions[1] = [2, 3, 3]  # longer than the challenge that reads it
     challenges = made_up_stage("B", [1, 1, 0, 0, 0, 0, 0, 0], [0] * 4 + [1] * 4, [1, 0, 1, 1, 1, 1, 1, 1])
-    monkeypatch.setattr(agon, "cascade", lambda *a, **k: (drafts, challenges))
+
+    def both(pair, problems, drafter, challenger, n, shared, **sampling):
+        drafts.adapter, challenges.adapter = drafter, challenger
+        challenges.reads = [0] * 4 + [4] * 4 if shared else range(8)
+        return drafts, challenges
+
+    monkeypatch.setattr(agon, "cascade", both)
     return agon_step(pair, {"A": None, "B": None}, PROBLEMS[:2], step, config)[0]
 
 
-@pytest.mark.parametrize(("method", "conversion"), [("agon", 3.0), ("coop", 2.0)])
-def test_agon_pays_the_conversion_bonus_and_coop_does_not(monkeypatch, updates, method, conversion):
-    metrics = made_up_step(monkeypatch, None, dataclasses.replace(SMALL, method=method))
-    challenge_rewards = [conversion + 0.5, 2.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
-    expected, kept = group_advantages(challenge_rewards, [0] * 4 + [1] * 4)
-    assert updates[1].advantages.tolist() == pytest.approx(expected.tolist()), "2 c(b) + c(b) (1 - c(a)) + lambda phi"
-    assert updates[1].kept.tolist() == kept.tolist() == [True] * 4 + [False] * 4
-    assert metrics["challenge"]["reward"] == pytest.approx(sum(challenge_rewards) / 8)
+@pytest.mark.parametrize(
+    ("changes", "rewards"),
+    [  # of the first group, by hand: c(a) 0 1 0 1, c(b) 1 1 0 0, phi(b) 1 0 1 1; the second is all wrong
+        ({"method": "agon"}, [3.5, 2.0, 0.5, 0.5]),
+        ({"method": "fixed-roles"}, [3.5, 2.0, 0.5, 0.5]),
+        ({"method": "shared-opponent"}, [3.5, 3.0, 0.5, 0.5]),  # all read the first draft, which is wrong
+        ({"method": "coop"}, [2.5, 2.0, 0.5, 0.5]),
+        ({"method": "margin"}, [2.5, 0.0, 0.5, -1.5]),
+        ({"method": "self-refine"}, [2.5, 2.0, 0.5, 0.5]),
+        ({"method": "self-refine-bonus"}, [3.5, 2.0, 0.5, 0.5]),
+        ({"method": "agon", "length_tiebreak": 0.25}, [3.5, 2.25, 0.5, 0.5]),  # shorter where both are right
+    ],
+)
+def test_each_method_pays_its_own_reward(monkeypatch, updates, changes, rewards):
+    config = dataclasses.replace(SMALL, **changes)
+    metrics = made_up_step(monkeypatch, None, config)
+    rewards = rewards + [0.5] * 4
+    expected, kept = group_advantages(rewards, [0] * 4 + [1] * 4)
+    advantages, kept_rows = updates[-1].advantages[-8:].tolist(), updates[-1].kept[-8:].tolist()
+    assert advantages == pytest.approx(expected.tolist()), "2 c(b) + bonus c(b) (1 - c(a)) - margin c(a) + lambda phi"
+    assert kept_rows == kept.tolist() == [True] * 4 + [False] * 4
+    assert metrics["challenge"]["reward"] == pytest.approx(sum(rewards) / 8)
+
+
+def test_a_constant_rival_makes_margin_and_coop_the_same_and_the_bonus_constant():
+    """So a shared opponent takes the bonus' gradient away, and the margin differs from coop by its own spread alone."""
+    rng = random.Random(0)
+    for _ in range(200):
+        rival, rows = rng.random() < 0.5, [(rng.random() < 0.5, float(rng.random() < 0.8)) for _ in range(8)]
+        coop, margin, agon_ = (
+            [challenge_reward(c, rival, phi, **terms) for c, phi in rows]
+            for terms in ({"bonus": 0.0}, {"bonus": 0.0, "margin": 2.0}, {})
+        )
+        ours, theirs = group_advantages(coop, [0] * 8)[0], group_advantages(margin, [0] * 8)[0]
+        assert ours.tolist() == pytest.approx(theirs.tolist(), abs=1e-12)
+        paid = {x - y for x, y, (c, _) in zip(agon_, coop, rows, strict=True) if c}
+        assert paid <= {0.0 if rival else 1.0}, "within the group every right row gets the same bonus"
+
+
+TRAINED = [name for name, method in METHODS.items() if method.policies]
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_who_drafts_who_reads_what_and_who_learns(pair, updates, name):
+    """Each method on a real batch, at an even and at an odd step."""
+    method, n, config = METHODS[name], SMALL.group_size, dataclasses.replace(SMALL, method=name)
+    turns = {"agon": "AB BA", "coop": "AB BA", "margin": "AB BA", "shared-opponent": "AB BA", "fixed-roles": "AB AB"}
+    expected = turns.get(name, "A- A-" if name == "grpo" else "AA AA").split()
+    for step, turn in enumerate(expected):
+        updates.clear()
+        metrics, drafts, challenges = agon_step(pair, {"A": None, "B": None}, PROBLEMS[:3], step, config)
+        assert metrics["drafter"] == drafts.adapter == turn[0]
+        assert metrics["rollouts"] == 3 * 2 * n, "every method spends 2N rollouts on a problem"
+        assert [u.adapter for u in updates] == list(dict.fromkeys(turn.strip("-"))), "one update of each that sampled"
+        learned = [p for u in updates for p in u.rollouts.prompts]
+        if name == "grpo":
+            assert challenges is metrics["challenger"] is metrics["habits"] is None
+            assert learned == drafts.rollouts.prompts and drafts.group == [g for g in range(3) for _ in range(2 * n)]
+            continue
+        assert metrics["challenger"] == challenges.adapter == turn[1]
+        assert learned == drafts.rollouts.prompts + challenges.rollouts.prompts
+        reads = [r - r % n for r in range(3 * n)] if method.shared else list(range(3 * n))
+        assert list(challenges.reads) == reads
+        assert challenges.summaries == [summarize(drafts.texts[a]) for a in reads]
+        sizes = [
+            len({s for s, g in zip(challenges.summaries, challenges.group, strict=True) if g == h}) for h in range(3)
+        ]
+        assert sizes == [1, 1, 1] if method.shared else max(sizes) > 1
+        assert sum(h["rows"] for h in metrics["habits"].values()) == 3 * n
+        for update in updates:
+            assert len(update.advantages) == len(update.kept) == len(update.rollouts.prompts)
+            for start in range(0, len(update.kept), n):
+                assert abs(update.advantages[start : start + n].sum()) < 1e-9, "centred in each stream and problem"
+
+
+def test_all_methods_see_the_same_problems_in_the_same_order(tmp_path, monkeypatch):
+    seen = {}
+
+    def record(pair, optimizers, problems, step, config):
+        seen.setdefault(config.method, []).append([p.question for p in problems])
+        return agon_step(pair, optimizers, problems[:1], step, config)
+
+    monkeypatch.setattr(agon, "agon_step", record)
+    for name in TRAINED:
+        trained(tmp_path / name, method=name, steps=2)
+    assert len(seen) == len(TRAINED) and all(order == seen["agon"] for order in seen.values())
+
+
+def test_one_policy_learns_from_both_its_streams_in_one_update(pair):
+    """Two updates in turn would train the second on rows of a policy that is gone."""
+    config = dataclasses.replace(SMALL, method="self-refine", inner_epochs=1)
+    before, optimizers = weights(pair, "B"), adam(pair)
+    metrics, *_ = agon_step(pair, optimizers, PROBLEMS[:6], 0, config)
+    assert {int(state["step"]) for state in optimizers["A"].state.values()} == {1}
+    assert metrics["draft"]["tokens"] == metrics["challenge"]["tokens"] > 0
+    assert same(before, weights(pair, "B"))
 
 
 def test_the_drafter_is_paid_for_its_own_answer_alone(monkeypatch, updates):
@@ -1010,6 +1107,9 @@ def refused(capsys, argv: list[str]) -> str:
     [
         ("--nonsense 3", "--nonsense"),
         ("--method foo", "--method foo"),
+        ("--method two-pass", "grpo"),
+        ("--method self-refine --model-b tiny", "one policy"),
+        ("--length-tiebreak -1", "--length-tiebreak"),
         ("--task poetry", "poetry"),
         ("--group-size 1", "--group-size 1"),
         ("--problems-per-step 0", "--problems-per-step 0"),
@@ -1163,3 +1263,22 @@ def test_a_module_imports_only_the_rooms_below_it(module, may_import):
     source = (ROOT / f"{module}.py").read_text(encoding="utf-8")
     ours = set(re.findall(r"^\s*(?:from|import) (reward|model|rollout|cascade|agon)\b", source, flags=re.MULTILINE))
     assert ours <= may_import
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Methods that train nothing
+
+
+@pytest.mark.parametrize("method", ["zero-shot", "moa"])
+def test_a_method_that_trains_nothing_is_evaluated(tmp_path, capsys, method):
+    folder = tmp_path / "run"
+    assert agon.main(["--method", method, "--eval-problems", "6", "--out", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "0 steps" in out and "zero-shot" in out and "alone" not in out
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert [row["name"] for row in results["rows"]] == ["zero-shot", "untrained cascade"] and not results["direction"]
+    assert not (folder / "curves.png").exists() and (folder / "metrics.jsonl").read_text() == ""
+    assert cascade_main(["ask", "14x = 9 (mod 19)", "--run", str(folder)]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line[:5] in ("draft", "chall")] == [
+        "-"
+    ] * 2

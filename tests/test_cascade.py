@@ -35,8 +35,8 @@ from cascade import (
     exchange_records,
     format_exchange,
     format_table,
-    policies_of,
     saved_direction,
+    shuffled_reads,
     table_row,
     telling_exchanges,
 )
@@ -179,12 +179,16 @@ def test_a_rate_over_nothing_is_none_and_not_zero():
 def made_up_evaluation(monkeypatch, hits: dict, policies=ADAPTERS) -> dict:
     """evaluate() where direction d answers hits[d] problems of ("test", "validation") right."""
 
-    def outcome(pair, problems, drafter="A", challenger="B", n=1, **sampling):
-        right = hits.get((drafter, challenger), (0, 0))[0 if problems is TEST else 1]
-        stage = made_up_stage([1] * right + [0] * (len(problems) - right), adapter=drafter)
-        return made_up_stage([0] * len(problems), adapter=drafter), stage
+    def draft(pair, drafter, problems, n=1, **sampling):
+        return made_up_stage([0] * len(problems), adapter=drafter)
 
-    monkeypatch.setattr(cascade, "cascade", outcome)
+    def challenge(pair, challenger, problems, drafts, reads=(), **sampling):
+        right = hits.get((drafts.adapter, challenger), (0, 0))[0 if problems is TEST else 1]
+        right = 0 if reads else right  # summaries of other problems help nobody
+        return made_up_stage([1] * right + [0] * (len(problems) - right), adapter=challenger)
+
+    monkeypatch.setattr(cascade, "draft_stage", draft)
+    monkeypatch.setattr(cascade, "challenge_stage", challenge)
     return evaluate(SimpleNamespace(rival=None), TEST, VALIDATION, policies)
 
 
@@ -209,14 +213,18 @@ def test_a_pair_gets_six_rows_and_a_single_policy_four(monkeypatch):
     assert single["direction"] == "A>A"
 
 
+def timeless(rows: list[dict]) -> list[dict]:
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
+
+
 def test_the_baselines_are_the_bare_base_whatever_the_adapters_hold():
     pair = load_pair("tiny", device="cpu")
-    before = evaluate(pair, TEST, VALIDATION, **SAMPLING)["rows"]
+    before = timeless(evaluate(pair, TEST, VALIDATION, **SAMPLING)["rows"])
     with torch.no_grad():
         for name in ADAPTERS:
             for p in pair.parameters[name].values():
                 p.normal_(0.0, 0.5)
-    after = evaluate(pair, TEST, VALIDATION, **SAMPLING)["rows"]
+    after = timeless(evaluate(pair, TEST, VALIDATION, **SAMPLING)["rows"])
     assert before[:2] == after[:2], "zero-shot and the untrained cascade ran with an adapter on"
     assert before[2:] != after[2:]
 
@@ -247,8 +255,253 @@ def test_sampling_leaves_the_global_seed_without_effect(pair):
     assert cascade.cascade(pair, TEST[:3], **SAMPLING)[1].texts == first
 
 
+def test_shuffled_reads_give_everyone_another_draft():
+    for rows in (2, 3, 50):
+        reads = shuffled_reads(rows)
+        assert sorted(reads) == list(range(rows)), "each summary is dealt once"
+        assert all(own != other for own, other in enumerate(reads)), "none is its own"
+    assert shuffled_reads(50) == shuffled_reads(50) != shuffled_reads(50, seed=1)
+
+
+def test_a_challenge_with_given_reads_sees_another_draft_and_answers_its_own_problem(pair):
+    drafts = draft_stage(pair, "A", TEST, **SAMPLING)
+    reads = shuffled_reads(len(TEST))
+    challenges = cascade.challenge_stage(pair, "B", TEST, drafts, reads, **SAMPLING)
+    assert challenges.group == drafts.group
+    assert challenges.rollouts.prompts == [
+        challenge_prompt(pair.tokenizer, TEST[r].question, summarize(drafts.texts[a])) for r, a in enumerate(reads)
+    ]
+
+
+def test_rates_and_rewards_go_by_the_draft_that_was_read():
+    drafts, challenges = made_up_stage([0, 1, 1], ["02", "05", "06"]), made_up_stage([1, 0, 1], ["06", "02", "07"])
+    challenges.reads = [2, 0, 1]
+    assert exchange_rates(drafts, challenges) == {"fix": 0.0, "keep": 1.0, "copy": 1.0}
+    assert cascade.challenge_rewards(drafts, challenges) == [2.5, 0.5, 2.5]
+    challenges.reads = [0, 0, 0]
+    assert exchange_rates(drafts, challenges) == {"fix": 2 / 3, "keep": None, "copy": 1 / 3}
+    assert cascade.challenge_rewards(drafts, challenges) == [3.5, 0.5, 3.5]
+    assert [r["draft"] for r in exchange_records(TEST, drafts, challenges)] == [drafts.texts[0]] * 3
+
+
+def test_copying_mathematics_is_by_value():
+    drafts, challenges = made_up_stage([0, 0], ["1/2", "3"]), made_up_stage([0, 0], ["0.5", "4"])
+    assert exchange_rates(drafts, challenges)["copy"] == 0.0
+    assert exchange_rates(drafts, challenges, "math")["copy"] == 0.5
+    assert cascade.same_answer(None, None, "math") is cascade.same_answer("1", None, "math") is False
+
+
+def test_a_leaked_answer_shows_in_copy_and_in_the_shuffled_summaries(monkeypatch):
+    """A reader that takes what a leak hands it, beside the same reader without a leak, which solves some by itself."""
+
+    def draft(pair, drafter, problems, n=1, **sampling):
+        answers = [p.gold if i % 2 else "99" for i, p in enumerate(problems)]  # half are wrong
+        return made_up_stage([i % 2 for i in range(len(problems))], answers, drafter)
+
+    def read(pair, challenger, prompts, n, **sampling):
+        return Rollouts(prompts, [[2]] * len(prompts), [True] * len(prompts), [[0.0]] * len(prompts))
+
+    def texts(rollouts, pair):
+        shown = [prompt.rpartition("leak:")[2] if "leak:" in prompt else "77" for prompt in rollouts.prompts]
+        own = [answer if answer != "77" or i % 3 else TEST[i].gold for i, answer in enumerate(shown)]
+        return [response(answer) for answer in own]
+
+    monkeypatch.setattr(cascade, "draft_stage", draft)
+    monkeypatch.setattr(cascade, "sample", read)
+    monkeypatch.setattr(cascade, "challenge_prompt", lambda _, question, summary: question + summary)
+    monkeypatch.setattr(Rollouts, "texts", texts)
+    pair, rows = SimpleNamespace(rival=None, of=lambda _: SimpleNamespace(tokenizer=None)), {}
+    for leak in (False, True):
+        monkeypatch.setattr(
+            cascade, "summarize", lambda text, leak=leak: "worked" + f" leak:{extract_answer(text)}" * leak
+        )
+        rows[leak] = next(r for r in evaluate(pair, TEST, TEST)["rows"] if r.get("picked"))
+    assert rows[False]["copy"] == 0.0 and rows[False]["shuffled"] == rows[False]["pass@1"] > 0.3
+    assert rows[True]["copy"] == 1.0 and rows[True]["pass@1"] == 0.5, "no better than the drafter"
+    assert rows[True]["shuffled"] < 0.2, "an answer to another problem is worth nothing"
+
+
+@pytest.mark.parametrize(
+    ("challenge", "expected"),
+    [
+        ("<think></think>10<answer>11</answer>", "copy"),
+        ("<think>11:09;12:14=</think>11<answer>12</answer>", "continue"),
+        ("<think>11:09;12:14;", "continue"),
+        ("<think>05:09;06:14=</think>05<answer>06</answer>", "re-solve"),
+        ("<think>10:09;11:14=</think>10<answer>11</answer>", "re-solve"),
+        ("<think>", "re-solve"),
+        ("", "re-solve"),
+    ],
+)
+def test_habits_of_the_embedded_task(challenge, expected):
+    problem = Problem("05x = 14 (mod 23)", "12")
+    assert cascade.habit(problem, response("11"), "10", challenge) == expected
+
+
+def test_the_candidate_behind_the_last_one_is_the_first():
+    problem, wrapped = Problem("05x = 14 (mod 23)", "12"), "<think>01:05;02:10;"
+    assert cascade.habit(problem, response("01"), "22", wrapped) == "continue"
+    assert cascade.habit(problem, response("01"), "(no summary)", wrapped) == "re-solve"
+
+
+def test_habits_elsewhere_go_by_the_answer():
+    problem = Problem("1/4 + 1/4", "1/2", "math")
+    assert cascade.habit(problem, response("1/2"), "...", response("0.5")) == "copy"
+    assert cascade.habit(problem, response("1/2"), "...", response("1/4")) == "re-solve"
+    assert cascade.habit(problem, "<think>", "...", "<think>") == "re-solve", "no answer at all is no copy"
+
+
+def test_advantages_of_habits_are_means_over_their_rows():
+    texts = ["<think></think>10<answer>11</answer>", "<think>11:00;", "<think></think>10<answer>11</answer>"]
+    drafts, challenges = made_up_stage([0] * 3), made_up_stage([0] * 3)
+    challenges.texts, challenges.summaries = texts, ["10"] * 3
+    got = cascade.habit_advantages([Problem("05x = 14 (mod 23)", "12")] * 3, drafts, challenges, [1.0, -3.0, 2.0])
+    assert got == {
+        "copy": {"rows": 2, "advantage": 1.5},
+        "re-solve": {"rows": 0, "advantage": None},
+        "continue": {"rows": 1, "advantage": -3.0},
+    }
+
+
 # ---------------------------------------------------------------------------------------------------------------
-# The table and the exchanges
+# The paper's table
+
+
+def test_mcnemar_counts_the_problems_that_only_one_solves():
+    a, b = [1, 1, 0, 0, 1] + [0] * 8, [1, 0, 1, 0, 1] + [1] * 7 + [0]
+    assert cascade.mcnemar(a, b)[:2] == (1, 8)
+    assert cascade.mcnemar(a, b)[2] == pytest.approx(2 * (1 + 9) / 2**9)  # both tails of 9 fair coins with at most 1
+    assert cascade.mcnemar(a, a) == (0, 0, 1.0)
+
+
+def test_jaccard_is_the_overlap_of_the_errors():
+    assert cascade.jaccard([1, 0, 0, 0], [1, 1, 0, 0]) == 2 / 3
+    assert cascade.jaccard([1, 1], [1, 1]) is None
+
+
+def made_up_run(alone: list[int], forward: list[int], backward: list[int] | None, picked: int, habits=None) -> dict:
+    def row(name, outcomes, **more):
+        return {
+            **{"name": name, "pass@1": sum(outcomes) / len(outcomes), "outcomes": outcomes, "problems": len(outcomes)},
+            **{"draft_tokens": 1.0, "prefill_tokens": 2.0, "final_tokens": 3.0, "seconds": 4.0},
+            **{"fix": 0.5, "keep": None, "copy": 0.25, "shuffled": 0.1, **more},
+        }
+
+    rows = [row("zero-shot", [0] * 4), row("untrained cascade", [0, 0, 0, 1]), row("A alone", alone)]
+    rows += [row("B alone", [0, 1, 1, 0])] if backward else []
+    rows += [row("cascade A>B" if backward else "cascade A>A", forward, picked=picked == 0)]
+    rows += [row("cascade B>A", backward, picked=picked == 1)] if backward else []
+    direction = ("A>B", "B>A")[picked] if backward else "A>A"
+    step = {"rollouts": 32, "seconds_sampling": 1.0, "seconds_update": 0.5, "habits": habits}
+    late = step | {"habits": habits and {h: {"rows": 9, "advantage": 9.0} for h in cascade.HABITS}}
+    results = {"rows": rows, "direction": direction, "jaccard": 0.5 if backward else None}
+    return {"config": {}, "results": results, "metrics": [step] * 2 + [late] * 14}
+
+
+def test_the_paper_table_by_hand():
+    habits = {"copy": {"rows": 3, "advantage": -1.0}, "re-solve": {"rows": 1, "advantage": 2.0}}
+    habits |= {"continue": {"rows": 0, "advantage": None}}
+    runs = {
+        ("agon", 5): made_up_run([1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0], 0, habits),
+        ("agon", 6): made_up_run([1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 1, 0], 1, habits),
+        ("grpo", 5): made_up_run([1, 1, 0, 0], [1, 1, 0, 0], None, 0),
+        ("grpo", 6): made_up_run([0, 0, 0, 0], [1, 1, 1, 1], None, 0),
+    }
+    table = cascade.paper_table(runs, ["zero-shot", "grpo", "two-pass", "moa", "agon", "drafter-alone"], [5, 6])
+    rows = {row["name"]: row for row in table["rows"]}
+    assert {name: row["by_seed"] for name, row in rows.items()} == {
+        "zero-shot": [0.0],
+        "grpo": [0.5, 0.0],
+        "two-pass": [0.5, 1.0],
+        "moa": [0.25],
+        "agon": [1.0, 0.75],  # as picked on validation: once the better direction of the test problems, once it too
+        "drafter-alone": [0.25, 0.5],  # A at seed 5, B at seed 6
+    }
+    agon_row = rows["agon"]
+    assert agon_row["pass@1"] == 0.875 and agon_row["other_direction"] == (0.5 + 0.0) / 2
+    interval = (beta.ppf(0.025, 7, 2), beta.ppf(0.975, 8, 1))
+    assert (agon_row["low"], agon_row["high"]) == pytest.approx(interval), "7 of 8, over both seeds"
+    assert agon_row["rollouts"] == 16 * 32 and agon_row["train_seconds"] == 16 * 1.5 and rows["moa"]["rollouts"] == 0
+    assert agon_row["jaccard"] == 0.5 and rows["grpo"]["jaccard"] is None
+    assert agon_row["habits"] == {"copy": -1.0, "re-solve": 2.0, "continue": None}, "the first 2 of 16 steps alone"
+    against = {pair["worse"]: pair for pair in table["paired"]}
+    assert against["grpo"]["by_seed"] == [0.5, 0.75] and against["grpo"]["seeds_better"] == 2
+    assert against["grpo"]["p"] == pytest.approx(2 * 0.5**5), "5 problems that Agon alone solves, none the other way"
+    assert against["two-pass"]["by_seed"] == [0.5, -0.25] and against["two-pass"]["seeds_better"] == 1
+    assert against["zero-shot"]["by_seed"] == [1.0, 0.75], "what has no seeds stands against each"
+    assert [(pair["worse"], pair["better"]) for pair in table["order"]] == [("zero-shot", "grpo")]
+    text = cascade.format_paper_table(table)
+    assert "| agon | 87.5 (47.3 – 99.7) | 100.0 75.0 | 25.0 | 10.0 | 50 | - | 25 | - | - | - |" in text
+    assert "zero-shot < grpo is not established: +25.0 points (+0.0 to +50.0), 1 of 2 seeds" in text
+    json.dumps(table)
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"), [([8, 9], "appears"), ([8, 0], "is not established"), ([-1, 0], "does not appear")]
+)
+def test_the_ordering_is_judged_by_its_figures(gains, verdict):
+    runs = {}
+    for seed, gain in enumerate(gains):
+        for method, hits in (("coop", 10), ("agon", 10 + gain)):
+            run = runs[method, seed] = made_up_run([1] * 4, [1] * hits + [0] * (30 - hits), [0] * 30, 0)
+            run["metrics"] = run["metrics"][:1]
+    text = cascade.format_paper_table(cascade.paper_table(runs, ["coop", "agon"], [0, 1]))
+    (line,) = [line for line in text.splitlines() if line.startswith("- coop < agon")]
+    assert f"- coop < agon {verdict}:" in line and "fix 50 and 50, copy 25 and 25" in line
+
+
+TINY_RUN = ["--steps", "2", "--problems-per-step", "2", "--group-size", "2", "--train-problems", "8"]
+TINY_RUN += ["--eval-problems", "5", "--rollout-rows", "64"]
+
+
+def test_the_table_trains_what_is_missing_and_what_was_cut(capsys, tmp_path, monkeypatch):
+    def run(command, stdout, **how):  # in this process, which has torch imported
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stdout):
+            return SimpleNamespace(returncode=agon.main(command[2:]))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    out = tmp_path / "table"
+    (out / "agon-3").mkdir(parents=True)
+    (out / "agon-3" / "config.json").write_text("cut")
+    command = ["table", "--seeds", "3", "--methods", "zero-shot", "two-pass", "agon", "--out", out, "--jobs", "1"]
+    command += TINY_RUN
+    done = called(capsys, *command)
+    assert done.code == 0 and "| two-pass |" in done.out and "| agon |" in done.out, done.err
+    assert (out / "agon-3.cut0" / "config.json").read_text() == "cut", "nothing the user has is lost"
+    assert {p.name for p in out.iterdir() if p.suffix != ".log"} == {
+        *("agon-3", "agon-3.cut0", "grpo-3", "table.json", "table.md", "table.png")
+    }
+    rollouts = {row["name"]: row["rollouts"] for row in json.loads((out / "table.json").read_text())["rows"]}
+    assert rollouts == {"zero-shot": 0, "two-pass": 2 * 2 * 4, "agon": 2 * 2 * 4}
+    before = {p: p.stat().st_mtime_ns for p in out.glob("*/results.json")}
+    assert called(capsys, *command).out == done.out
+    assert {p: p.stat().st_mtime_ns for p in out.glob("*/results.json")} == before, "what is there is not made again"
+    done = called(capsys, *command, "--seeds", "3", "4", "--steps", "1")
+    assert done.code == 2 and done.err.splitlines()[-1].endswith("was made with another steps than the first run")
+    (out / "agon-3" / "metrics.jsonl").write_text("{")
+    assert "agon-3 is damaged" in refused(capsys, *command)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--seeds 1 1", "--seeds"),
+        ("--seeds -1", "--seeds"),
+        ("--seeds 1 --jobs -1", "--jobs"),
+        ("--seeds 1 --methods agon foo", "foo"),
+        ("--seeds 1 --seed 2", "--seed"),
+        ("--seeds 1 --method=coop", "--method"),
+        ("--seeds 1 --methods agon --steps 0", "agon-1"),
+        ("--seeds 1 --methods agon --wrong 0", "--wrong"),
+        ("", "--seeds"),
+    ],
+)
+def test_a_table_that_cannot_be_made_is_one_line(capsys, tmp_path, flags, named):
+    assert named in refused(capsys, "table", *flags.split(), "--out", tmp_path / "table")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The table of a run, and its exchanges
 
 
 def test_the_table_shows_every_row_and_marks_the_picked_direction(monkeypatch):
@@ -265,7 +518,9 @@ def test_the_table_shows_every_row_and_marks_the_picked_direction(monkeypatch):
         "cascade B>A *",
     ]
     assert "25.0 (5.5 - 57.2)" in lines[6], "3 of 12 and its exact interval, in percent"
-    assert "12 test problems" in lines[-1]
+    assert "12 test problems" in format_table(result)
+    assert [line.split("|")[6].strip() for line in lines[2:8]] == ["-", "0.0", "-", "-", "0.0", "0.0"], "shuffled"
+    assert lines[-1].endswith("both get 100 % wrong."), "the made-up policies are wrong everywhere when alone"
 
 
 def test_a_record_holds_the_exchange_and_both_rewards():
@@ -425,8 +680,19 @@ def test_evaluation_samples_as_the_settings_say_and_from_its_own_seed():
     assert eval_sampling(settings) == expected
 
 
-def test_policies_of_a_run_follow_its_method():
-    assert [policies_of({"method": m}) for m in ("agon", "coop", "grpo")] == [("A", "B"), ("A", "B"), ("A",)]
+@pytest.mark.parametrize("name", ["numbers.jsonl", "with a direction"])
+def test_eval_on_another_task_keeps_the_saved_direction(capsys, run, tmp_path, monkeypatch, name):
+    """Its problems may come without a validation split, so nothing is picked there."""
+    (run / "results.json").write_text(json.dumps({"direction": "B>A"}))
+    file = tmp_path / "numbers.jsonl"
+    file.write_text("\n".join(json.dumps({"question": f"{i:02d}x", "answer": str(i)}) for i in range(200)))
+    monkeypatch.setattr("cascade.load_problems", load_problems)
+    out = called(capsys, "eval", "--run", run, "--task", file, "--eval-problems", "5").out
+    assert "cascade B>A *" in out and "cascade A>B *" not in out and "5 test problems" in out
+
+
+def test_eval_of_a_task_that_is_not_there_is_refused(capsys, run, tmp_path):
+    assert "nowhere.jsonl" in refused(capsys, "eval", "--run", run, "--task", tmp_path / "nowhere.jsonl")
 
 
 @pytest.mark.parametrize(
